@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from export.batchability.jagged import Counts, rows_of_jagged, rows_of_numbered
 from export.batchability.operator_rules import rows_behind
 from export.batchability.sample_axis import Call, Rows, fits, is_number, is_numbering, per_sample
-from export.capture.given import Given
-from export.capture.noted import Noted, decided_by_ids, noting, symbols_of
+from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
+from export.capture.graph_inputs import DenseInputs
 from export.errors import first_line
-from export.trained.keyed import short_line_of
 from export.trained.running import quiet
+from export.trained.source_location import short_line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 # What torch.fx, and then torch.export, take for what it is.
@@ -44,7 +44,7 @@ _WRITTEN_OTHERWISE = (torch.ops.aten._to_copy.default, torch.ops.aten.slice.Tens
 
 def find_mixing(
     module: fx.GraphModule,
-    given: Given,
+    given: DenseInputs,
     jagged: Sequence[JaggedInput] = (),
     served: torch.jit.ScriptModule | None = None,
     by_id: Mapping[int, str] = MappingProxyType({}),
@@ -67,7 +67,7 @@ def find_mixing(
         with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
             inputs = given.tensors(jagged)
             shapes = (_dims(given, jagged),)
-            with noting(Noted()) as noted:
+            with record_branches(BranchLog()) as noted:
                 found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
             program = found.run_decompositions()
     except Exception as error:  # the model's code, and torch's, may raise anything
@@ -83,7 +83,7 @@ def find_mixing(
     names = program.graph_signature.user_inputs
     given_nodes = [node for node in program.graph.nodes if node.name in names]
     sizes = {symbol for node in given_nodes for symbol in symbols_of(node.meta["val"].shape)}
-    if decided_by_ids(given_nodes[0].meta["val"].shape[0].node, sizes, noted.compared):
+    if guard_on_ids(given_nodes[0].meta["val"].shape[0].node, sizes, noted.compared):
         return "a step that hangs on how many ids there are"
     of_ids = dict(zip(map(str, names[len(names) - len(jagged) :]), jagged, strict=True))
     keys = dict.fromkeys(map(str, names)) | {name: _key_of(given, each) for name, each in of_ids.items()}
@@ -96,12 +96,12 @@ def find_mixing(
     return _first_unknown(program.graph, keys, lengths, of_answers)
 
 
-def _key_of(given: Given, wanted: JaggedInput) -> str | None:
+def _key_of(given: DenseInputs, wanted: JaggedInput) -> str | None:
     """The key whose ids the rows of an input are of. None: they are samples."""
     return None if wanted.kind is JaggedKind.LENGTHS else given.key_of(wanted.name)
 
 
-def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
+def _dims(given: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
     """The dimensions that are not always of one size: one for all samples, and one for the ids of each key.
 
     A key that has as many ids in each sample has as many times the samples.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from export.capture.given import Given
+from export.capture.graph_inputs import DenseInputs
 from export.rows.table_error import finite
 from serving.bundle.scores import DenseDtype
 
@@ -60,13 +60,13 @@ def as_served(score: Tensor) -> Tensor:
 
 Numbers = npt.NDArray[Any]
 # A dense part: what it is given for B samples in, outputs [B, …] by name out.
-Run = Callable[[Given], Mapping[str, Numbers]]
+Run = Callable[[DenseInputs], Mapping[str, Numbers]]
 # Activations of a trained model are rarely so small or so large. Raw features, such as a price or an age in seconds,
 # are.
 _SCALES = (1e-3, 1.0, 1e3, 1e6)
 
 
-def scaled_probes(given: Given) -> list[Given]:
+def scaled_probes(given: DenseInputs) -> list[DenseInputs]:
     """Seeded floats in place of those that are given, of both signs: of each of several sizes, and of different sizes
     by sample."""
     generator = torch.Generator().manual_seed(1)
@@ -106,7 +106,7 @@ class Rounding:
     """
 
     def __init__(
-        self, run: Run, probe: Given, numbers: Mapping[str, Numbers], dtype: DenseDtype, *, is_usual: bool
+        self, run: Run, probe: DenseInputs, numbers: Mapping[str, Numbers], dtype: DenseDtype, *, is_usual: bool
     ) -> None:
         self._run, self._probe, self._numbers, self._dtype = run, probe, numbers, dtype
         self._is_usual = is_usual
@@ -144,7 +144,7 @@ class Rounding:
         return found
 
 
-def probe_mixing(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, str]) -> str | None:
+def probe_mixing(run: Run, given: DenseInputs, dtype: DenseDtype, by_id: Mapping[str, str]) -> str | None:
     """What shows that a dense part lets samples meet; None: nothing was seen.
 
     What is not seen may be there all the same: `export.batchability.mixed_samples` reads it off the operators.
@@ -179,12 +179,12 @@ def probe_mixing(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, 
     return None
 
 
-def _with_other(given: Given, other: Given, sample: int) -> Given:
+def _with_other(given: DenseInputs, other: DenseInputs, sample: int) -> DenseInputs:
     """What is given, but for the floats of one sample, which are those of `other`."""
     return given.with_floats(lambda of, old, new: torch.where(_along(of != sample, old), old, new), other)
 
 
-def answered(run: Run, probes: Sequence[Given]) -> Iterator[tuple[Given, Mapping[str, Numbers]]]:
+def answered(run: Run, probes: Sequence[DenseInputs]) -> Iterator[tuple[DenseInputs, Mapping[str, Numbers]]]:
     """Probes and their answers, but for those whose numbers a dense part cannot be run on."""
     for probe in probes:
         try:

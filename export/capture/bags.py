@@ -90,7 +90,7 @@ def _joined(bags: Bags) -> tuple[Tensor, Tensor | None, Tensor]:
     )
 
 
-class GivenKeys(KeyedJaggedTensor):  # type: ignore[misc]
+class RequestKjt(KeyedJaggedTensor):  # type: ignore[misc]
     """Keys of a request, as the request brings them. To choose among them, or to order them, gives such ones again.
 
     What any other method makes of them is a KeyedJaggedTensor that may have other ids.
@@ -138,7 +138,7 @@ class GivenKeys(KeyedJaggedTensor):  # type: ignore[misc]
         """As KeyedJaggedTensor.permute."""
         return self._of([self.keys()[each] for each in indices])
 
-    def to(self, *_: Any, **__: Any) -> "GivenKeys":
+    def to(self, *_: Any, **__: Any) -> "RequestKjt":
         """All of it is on one device."""
         return self
 
@@ -157,13 +157,13 @@ class GivenKeys(KeyedJaggedTensor):  # type: ignore[misc]
         """As KeyedJaggedTensor.concat, which this takes the place of while a model is followed."""
         found: dict[str, Bag] = {}
         for each in kjt_list:
-            if type(each) is not GivenKeys or not each.is_unchanged or not found.keys().isdisjoint(each.given):
+            if type(each) is not RequestKjt or not each.is_unchanged or not found.keys().isdisjoint(each.given):
                 return _kjt_concat(kjt_list)
             found |= each.given
-        return GivenKeys(found)
+        return RequestKjt(found)
 
     def _of(self, keys: Sequence[str]) -> KeyedJaggedTensor:
         if not keys or not self.is_unchanged or len({*keys}) < len(keys):
             first = [self.keys().index(key) for key in keys]
             return super().permute(first) if keys else KeyedJaggedTensor.empty_like(self)
-        return GivenKeys({key: self.given[key] for key in keys})
+        return RequestKjt({key: self.given[key] for key in keys})

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, have_as_many, kjt_of_bags
-from export.capture.checks import Checks, RecordedChecks
+from export.capture.bags import Bag, Bags, RequestKjt, are_equal, as_in, bag_of, bags_of, have_as_many, kjt_of_bags
 from export.capture.example import Call
-from export.capture.origins import Origins, Parts
-from export.capture.outside import OutsideReads
-from export.capture.stand_ins import Collections, Columns, answering, zeros_of
+from export.capture.outside_reads import OutsideReads
+from export.capture.stub_collections import Collections, Columns, stubbed, zeros_of
+from export.capture.tensor_provenance import Parts, TensorProvenance
+from export.capture.value_checks import Checks, RecordedChecks
 from export.config import Example
 from export.errors import ModelError, last_line
-from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.running import evaluating, quiet
+from export.trained.source_location import current_line, line_of_error
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 
@@ -112,7 +112,7 @@ class Signature:
         leaves: dict[str, Any] = {path: each for path, each in by_sample.items() if path in self.by_sample}
         for path, kjt in self.keyed.items():
             taken = {key: as_in(kjt, bags.get(key), samples) for key in _keys(kjt)}
-            leaves[path] = GivenKeys(taken) if known else kjt_of_bags(taken)
+            leaves[path] = RequestKjt(taken) if known else kjt_of_bags(taken)
         for path, key in self.jagged.items():
             bag = as_in(self.call.leaves[path], bags.get(key), samples)
             leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
@@ -177,7 +177,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         )
     run = _run_of_example(model, collections, call, kjts)
     heard, origins, lines = run.heard, run.origins, run.lines
-    made = [each for _, each in heard if type(each) is not GivenKeys]
+    made = [each for _, each in heard if type(each) is not RequestKjt]
     parts = _parts_of(model, made, origins, lines)
     _expect_keys_once(model, call, parts, heard)
     taken = {path for each in parts for path in each.paths}
@@ -222,7 +222,7 @@ class _Run:
 
     heard: Sequence[tuple[Columns, KeyedJaggedTensor]]
     lines: Mapping[int, str]
-    origins: Origins
+    origins: TensorProvenance
     clocks: Sequence[str]
     checks: Checks
 
@@ -239,15 +239,15 @@ def _run_of_example(
         if (count := int(given.lengths().sum())) != len(given.values()):
             raise ValueError(f"a collection gets {len(given.values())} ids, and lengths that add up to {count}")
         heard.append((columns, given))
-        lines[id(given)] = line_of_stack()
+        lines[id(given)] = current_line()
         return zeros_of(collection, columns, given)
 
     def called() -> Call:
-        return call.with_leaves({path: GivenKeys(bags_of(each)) for path, each in kjts.items()})
+        return call.with_leaves({path: RequestKjt(bags_of(each)) for path, each in kjts.items()})
 
     given, outside, checks = called(), OutsideReads(model), Checks()
-    origins = Origins({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
-    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
+    origins = TensorProvenance({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
+    with torch.no_grad(), evaluating(model), quiet(), stubbed(collections, answer), _without_rows(collections):
         try:
             with outside.running(), origins.noted(), RecordedChecks(checks):
                 given.answer_of(model)
@@ -266,7 +266,7 @@ def _run_of_example(
 
 
 def _parts_of(
-    model: nn.Module, made: Sequence[KeyedJaggedTensor], origins: Origins, lines: Mapping[int, str]
+    model: nn.Module, made: Sequence[KeyedJaggedTensor], origins: TensorProvenance, lines: Mapping[int, str]
 ) -> list[Parts]:
     """The tensors of the example that KJTs and JaggedTensors are made of."""
     for each in made:
@@ -289,7 +289,7 @@ def _expect_bags(model: nn.Module, heard: Sequence[tuple[Columns, KeyedJaggedTen
             )
 
 
-def _expect_paired(model: nn.Module, origins: Origins, brought: Collection[str]) -> None:
+def _expect_paired(model: nn.Module, origins: TensorProvenance, brought: Collection[str]) -> None:
     for path, line in origins.unpaired.items():
         if path not in brought:
             raise ModelError(
@@ -360,7 +360,7 @@ def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor], keys: Collect
 def _weights_of_keys(call: Call, made: Sequence[KeyedJaggedTensor], jagged: Mapping[str, str]) -> dict[str, str]:
     """The JaggedTensors of an example that have the weights of a key which a collection gets, by path, and that key.
 
-    Whether they are these for any request, the graph says (export/capture/moved_ids.py).
+    Whether they are these for any request, the graph says (export/capture/id_provenance.py).
     """
     bags = {key: bag for each in made for key, bag in bags_of(each).items() if bag.weights is not None}
     found: dict[str, str] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from export.batchability.probes import largest_difference, probe_mixing, rounding_limit, split_sizes
-from export.capture.given import Given
+from export.capture.graph_inputs import DenseInputs
 from export.config import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
@@ -77,7 +77,7 @@ def verify_scores(
     return compare_scores(scored, answer), failures
 
 
-def _answers(program: DenseProgram, given: Given) -> tuple[Outputs, Outputs]:
+def _answers(program: DenseProgram, given: DenseInputs) -> tuple[Outputs, Outputs]:
     """The scores of requests that are merged, and of each alone; by output, one request after another."""
     sizes = split_sizes(given.samples)
     pieces = [given.at(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
@@ -86,7 +86,7 @@ def _answers(program: DenseProgram, given: Given) -> tuple[Outputs, Outputs]:
     return _joined(together), _joined([_scores(program, piece) for piece in pieces])
 
 
-def _scores(program: DenseProgram, given: Given) -> Outputs:
+def _scores(program: DenseProgram, given: DenseInputs) -> Outputs:
     """The scores of one request."""
     embeddings, *inputs = (each.numpy() for each in given.tensors(program.part.jagged))
     (found,) = program.score(embeddings, [inputs], [given.samples])

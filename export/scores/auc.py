@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from export.capture.bags import bags_of
-from export.capture.given import Given
+from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, last_line
 from export.scores.dense_part import CompiledDensePart
 from export.scores.probe_inputs import given_dense
@@ -192,7 +192,7 @@ def _trained(engine: Engine, scored: CompiledDensePart, request: LabelledRequest
     samples = ids.lengths.size // len(manifest.keys)
     arrays = {name: torch.from_numpy(each) for name, each in dense.items()}
     try:
-        return scored.answer(given_dense(scored.part.inputs, arrays, Given(torch.empty(samples, 0), (), bags)))
+        return scored.answer(given_dense(scored.part.inputs, arrays, DenseInputs(torch.empty(samples, 0), (), bags)))
     except Exception as error:  # its code may raise anything: for ids outside of a table, for example
         raise ConfigurationError(
             f"{request.where}: the trained model cannot answer: {last_line(error)}: give ids of its tables; or "

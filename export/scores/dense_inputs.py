@@ -16,13 +16,13 @@ from torch.ao.quantization import quantize_dynamic
 from torch.fx.node import map_aggregate
 
 from export.batchability.probes import as_served
-from export.capture.graph import EMBEDDINGS
+from export.capture.trace import EMBEDDINGS
 from export.errors import CheckpointError, ModelError, QuantizeError
 from export.scores.split_at_collections import DenseSubgraph, as_taken
 from export.trained.checkpoint import Checkpoint
-from export.trained.keyed import line_of
 from export.trained.model_weights import take_place
 from export.trained.running import copied, dotted
+from export.trained.source_location import line_of
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DenseInput
 from serving.errors import ConfigurationError
 

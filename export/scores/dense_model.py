@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.given import Given
-from export.capture.graph import EMBEDDINGS
+from export.capture.graph_inputs import DenseInputs
 from export.capture.output_names import named_outputs, renamed_outputs
-from export.capture.stand_ins import Collections
+from export.capture.stub_collections import Collections
+from export.capture.trace import EMBEDDINGS
 from export.config import Example
 from export.errors import ModelError
 from export.scores.dense_inputs import inputs_of
@@ -48,7 +48,7 @@ class DenseModel:
     cut: DenseSubgraph
     inputs: tuple[DenseInput, ...]
     request: Tensors
-    given: Given
+    given: DenseInputs
     notes: tuple[str, ...] = ()
 
 
@@ -139,7 +139,7 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
     named_outputs(own, answer, Tensor, WAY_OUT)
     graph.output(_parts_of(answer, graph.call_module("own", (pooled, *given))))
 
-    def answer_of(model: nn.Module, given: Given) -> object:
+    def answer_of(model: nn.Module, given: DenseInputs) -> object:
         pooled = {name: given.embeddings[:, first:last] for name, (first, last) in spans.items()}
         return model(pooled, *given.dense)
 

@@ -27,9 +27,9 @@ from export.batchability.probes import (
     scaled_probes,
     split_sizes,
 )
-from export.capture.given import Given
-from export.capture.stand_ins import Collections
-from export.capture.steps import draws
+from export.capture.graph_inputs import DenseInputs
+from export.capture.graph_nodes import draws
+from export.capture.stub_collections import Collections
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.scores.dense_inputs import answer_as_served, merge_adjacent_columns, with_dtype, with_weights
@@ -38,10 +38,10 @@ from export.scores.eager_model import answers_behind, model_errors
 from export.scores.probe_inputs import ByFeature, collection_columns, other_requests, with_embeddings
 from export.scores.split_at_collections import WAY_OUT, DenseSubgraph, changes_inputs, keep_inputs
 from export.trained.checkpoint import Checkpoint
-from export.trained.keyed import line_of
 from export.trained.managed import is_sequence, looking_up
 from export.trained.probe import listening
 from export.trained.running import evaluating, quiet
+from export.trained.source_location import line_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DensePart, ScoreOutput, ScoreParity
@@ -66,9 +66,9 @@ class CompiledDensePart:
     program: torch.jit.ScriptModule
     part: DensePart
     request: Tensors
-    given: Given
+    given: DenseInputs
     trained: Mapping[str, Numbers] | None
-    answer: Callable[[Given], dict[str, Numbers]] | None
+    answer: Callable[[DenseInputs], dict[str, Numbers]] | None
     notes: tuple[str, ...] = ()
 
 
@@ -158,7 +158,7 @@ def compile_dense_part(
     return CompiledDensePart(program, part, behind.request, given, own_answers, answer, behind.notes)
 
 
-def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[str, ...], ...]:
+def _together(part: DensePart, manifest: Manifest, given: DenseInputs) -> tuple[tuple[str, ...], ...]:
     """The groups of keys that have as many ids in each sample: a dense part takes something of them; or the forward
     gives a collection the lengths of one for another."""
     keys = {each.name: each.key for each in manifest.features}
@@ -172,7 +172,7 @@ def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[
 def _mixed_by(
     module: fx.GraphModule,
     found: DenseSubgraph,
-    given: Given,
+    given: DenseInputs,
     dtype: DenseDtype,
     own: torch.jit.ScriptModule | None,
 ) -> str | None:
@@ -215,8 +215,8 @@ def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
 
 
 def _answers_of_model(
-    entry: nn.Module, found: DenseSubgraph, columns: Collections, given: Given
-) -> tuple[Given, dict[str, Numbers]]:
+    entry: nn.Module, found: DenseSubgraph, columns: Collections, given: DenseInputs
+) -> tuple[DenseInputs, dict[str, Numbers]]:
     """What is given, with the embeddings and rows of the model itself; and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
     hearing = listening(columns, heard)
@@ -264,14 +264,16 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def _own_answer(entry: nn.Module, found: DenseSubgraph, given: Given) -> dict[str, Numbers]:
+def _own_answer(entry: nn.Module, found: DenseSubgraph, given: DenseInputs) -> dict[str, Numbers]:
     """What the model itself answers, by output, to ids and dense inputs."""
     with torch.no_grad(), evaluating(entry), looking_up(entry), quiet():
         answer = found.answer(entry, given.copied())
     return {name: as_served(each).cpu().numpy() for name, each in answer.items()}
 
 
-def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: Given, *, is_usual: bool) -> None:
+def _check_cut(
+    entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: DenseInputs, *, is_usual: bool
+) -> None:
     cut_out = run(probe)
     rounding = Rounding(run, probe, cut_out, DenseDtype.FP32, is_usual=is_usual)
     for name, numbers in ((name, each.numpy()) for name, each in model.items()):
@@ -300,13 +302,13 @@ def _check_other(
             )
 
 
-def _run(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: Given) -> dict[str, Numbers]:
+def _run(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: DenseInputs) -> dict[str, Numbers]:
     """The outputs of a dense part, by name."""
     answers = _answers(entry, module, found, given)
     return {name: each.cpu().numpy() for name, each in zip(found.outputs, answers, strict=True)}
 
 
-def _answers(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: Given) -> Sequence[Tensor]:
+def _answers(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: DenseInputs) -> Sequence[Tensor]:
     """What a dense part answers, in the order of its outputs."""
     what = f"its forward cannot be run for {given.samples} samples behind its collections"
     with torch.no_grad(), quiet(), model_errors(entry, what):
@@ -323,7 +325,7 @@ def _answers(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: G
 
 
 def _compared(
-    entry: nn.Module, run: Run, serve: Run, probes: Sequence[Given], dtype: DenseDtype, by_id: Mapping[str, str]
+    entry: nn.Module, run: Run, serve: Run, probes: Sequence[DenseInputs], dtype: DenseDtype, by_id: Mapping[str, str]
 ) -> tuple[ScoreOutput, ...]:
     """The outputs, with their parity for the first probe.
 

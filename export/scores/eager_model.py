@@ -10,10 +10,10 @@ from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
 from export.batchability.probes import as_served
-from export.capture.given import Given
-from export.capture.noted import raised_by_model
-from export.capture.outside import NO_TIME, OutsideReads
-from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
+from export.capture.branch_log import raised_by_model
+from export.capture.graph_inputs import DenseInputs
+from export.capture.outside_reads import TIME_ADVICE, OutsideReads
+from export.capture.stub_collections import Collections, Columns, jagged_tensors, keyed_tensor, stubbed
 from export.errors import ExportError, ModelError, ParityError, last_line
 from export.scores.split_at_collections import WAY_OUT, DenseSubgraph
 from export.trained.managed import is_sequence, takes_weights
@@ -46,8 +46,8 @@ def answers_behind(
     found: DenseSubgraph,
     weights: fx.GraphModule,
     collections: Collections,
-    probes: Sequence[Given],
-    others: Sequence[Given] = (),
+    probes: Sequence[DenseInputs],
+    others: Sequence[DenseInputs] = (),
 ) -> list[dict[str, Tensor] | None]:
     """What a model answers by its own forward, where its collections answer with embeddings and rows that are given.
 
@@ -85,7 +85,7 @@ def answers_behind(
             answers.append(None)  # it checks its numbers
     if outside.clocks:
         raise ModelError(
-            f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {NO_TIME}"
+            f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {TIME_ADVICE}"
         )
     outside.expect_no_draws()
     _expect_no_count(own, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
@@ -158,7 +158,7 @@ def _are_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 
 
 def _answer_behind(
-    model: nn.Module, found: DenseSubgraph, collections: Collections, given: Given
+    model: nn.Module, found: DenseSubgraph, collections: Collections, given: DenseInputs
 ) -> dict[str, Tensor]:
     wrong: list[str] = []
 
@@ -169,7 +169,7 @@ def _answer_behind(
         return keyed_tensor(columns, given.embeddings.clone())
 
     what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
-    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), model_errors(model, what):
+    with torch.no_grad(), evaluating(model), quiet(), stubbed(collections, answer), model_errors(model, what):
         answered = {name: as_served(each) for name, each in found.answer(model, given.copied()).items()}
     if wrong:
         raise ParityError(
@@ -179,7 +179,7 @@ def _answer_behind(
     return answered
 
 
-def _others(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, given: Given) -> Iterator[str]:
+def _others(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, given: DenseInputs) -> Iterator[str]:
     """The keys of which a collection looks up something else than is given."""
     found = ids.to_dict()  # as collections do
     for key in columns.keys:

@@ -12,8 +12,8 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import Bag, Bags, bags_of
-from export.capture.given import Given
-from export.capture.stand_ins import Collections, Columns
+from export.capture.graph_inputs import DenseInputs
+from export.capture.stub_collections import Collections, Columns
 from export.trained.managed import inner_of, is_sequence
 from export.trained.probe import kjt_of, make_probe
 from export.trained.tables import Trained
@@ -24,7 +24,7 @@ from serving.request.tensors import Ids, Tensors
 ByFeature = Mapping[str, npt.NDArray[Any]]
 
 
-def with_embeddings(given: Given, answer: ByFeature) -> Given:
+def with_embeddings(given: DenseInputs, answer: ByFeature) -> DenseInputs:
     """What is given, with embeddings and rows of an answer to its request, by feature."""
     pooled = [each for name, each in answer.items() if name not in given.keys]
     embeddings = np.concatenate(pooled, axis=1) if pooled else np.zeros((given.samples, 0), np.float32)
@@ -63,7 +63,7 @@ def make_dense(inputs: Sequence[DenseInput], samples: int, bags: Bags) -> dict[s
     return {each.name: make(each) for each in inputs}
 
 
-def given_dense(inputs: Sequence[DenseInput], dense: Mapping[str, Tensor], given: Given) -> Given:
+def given_dense(inputs: Sequence[DenseInput], dense: Mapping[str, Tensor], given: DenseInputs) -> DenseInputs:
     """What is given, with dense inputs: those with a row for each sample, and those with one for each id of a key."""
     by_id = {each.name: each.key for each in inputs if each.key is not None}
     numbers = {name: replace(given.bags[key], ids=dense[name], weights=None) for name, key in by_id.items()}
@@ -88,7 +88,7 @@ def probe_request(manifest: Manifest, part: DensePart | None, known: Mapping[str
     return make_probe(manifest, known, ones | part.fixed_lengths)
 
 
-def probe_inputs(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> Given:
+def probe_inputs(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> DenseInputs:
     """What a dense part is given beside a request, with random embeddings and rows.
 
     Args:
@@ -111,7 +111,7 @@ def probe_inputs(manifest: Manifest, request: Tensors, part: DensePart | Sequenc
             width += table.dim
     embeddings = torch.randn(samples, width, generator=generator)
     return given_dense(
-        inputs, make_dense(inputs, samples, bags), Given(embeddings, (), bags, rows, keys, fixed, first)
+        inputs, make_dense(inputs, samples, bags), DenseInputs(embeddings, (), bags, rows, keys, fixed, first)
     )
 
 
@@ -148,7 +148,7 @@ def spans_of(manifest: Manifest) -> dict[str, tuple[int, int]]:
     return {name: (end - dim, end) for (name, dim), end in zip(pooled, ends, strict=True)}
 
 
-def other_requests(given: Given, collections: Collections) -> Iterator[tuple[str, Given]]:
+def other_requests(given: DenseInputs, collections: Collections) -> Iterator[tuple[str, DenseInputs]]:
     """Requests and what they are, for messages.
 
     Args:
@@ -198,7 +198,7 @@ def _padded(numbers: Tensor, padding: int) -> Tensor:
     return torch.where(kept, given, torch.full_like(numbers, padding))
 
 
-def _with_lengths(given: Given, lengths_of: Callable[[int], list[int]]) -> Given:
+def _with_lengths(given: DenseInputs, lengths_of: Callable[[int], list[int]]) -> DenseInputs:
     """The samples with so many ids of each key, by its number among those whose number of ids is free."""
     bags = dict(given.bags)
     totals = {}

@@ -15,15 +15,16 @@ from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import kjt_of_bags
-from export.capture.given import Given
-from export.capture.graph import EMBEDDINGS
+from export.capture.graph_inputs import DenseInputs
 from export.capture.output_names import named_outputs, not_tensors
-from export.capture.stand_ins import Columns, joined
+from export.capture.stub_collections import Columns, joined
+from export.capture.trace import EMBEDDINGS
 from export.errors import ModelError, first_line
 from export.trained.follow import selects
-from export.trained.keyed import KeyedTracer, line_of, line_of_error
+from export.trained.keyed_tracer import KeyedTracer
 from export.trained.managed import inner_of
 from export.trained.running import evaluating, quiet
+from export.trained.source_location import line_of, line_of_error
 from serving.bundle.scores import JaggedInput, wrong_names
 
 WAY_OUT = (
@@ -78,7 +79,7 @@ class DenseSubgraph:
     module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    answer: Callable[[nn.Module, Given], Mapping[str, torch.Tensor]]
+    answer: Callable[[nn.Module, DenseInputs], Mapping[str, torch.Tensor]]
     jagged: tuple[JaggedInput, ...] = ()
     by_id: Mapping[str, str] = field(default_factory=dict)
     is_timeless: bool = False
@@ -118,7 +119,7 @@ def split_at_collections(entry: nn.Module, collections: Mapping[nn.Module, Colum
     left = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     inputs = tuple(name for name in left if name != EMBEDDINGS)
 
-    def answer(model: nn.Module, given: Given) -> Any:
+    def answer(model: nn.Module, given: DenseInputs) -> Any:
         kjt = kjt_of_bags(given.bags)
         return model(**dict.fromkeys(ids, kjt), **dict(zip(inputs, given.dense, strict=True)))
 
@@ -129,7 +130,7 @@ def finished(
     model: nn.Module,
     module: fx.GraphModule,
     inputs: tuple[str, ...],
-    answer: Callable[[nn.Module, Given], Any],
+    answer: Callable[[nn.Module, DenseInputs], Any],
 ) -> DenseSubgraph:
     """What follows collections, ready to be compiled.
 
@@ -151,7 +152,7 @@ def finished(
     module.graph.lint()
     # Made anew: it has what the graph names. delete_all_unused_submodules would empty the model's own collections.
 
-    def named(of: nn.Module, given: Given) -> Mapping[str, torch.Tensor]:
+    def named(of: nn.Module, given: DenseInputs) -> Mapping[str, torch.Tensor]:
         found = answer(of, given)
         tensors, _ = named_outputs(model, found, Tensor, WAY_OUT)
         if list(tensors) != list(outputs):

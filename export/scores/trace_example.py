@@ -10,15 +10,15 @@ from torch import Tensor, fx, nn
 
 from export.capture.bags import Bag
 from export.capture.call_signature import Signature, read_signature
-from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
-from export.capture.graph import EMBEDDINGS, Captured, captured
-from export.capture.moved_ids import placed, with_shared_lengths
-from export.capture.numbers_of_ids import Owners, owners_of
+from export.capture.graph_inputs import DenseInputs, ids_of, lengths_of, numbers_of, rows_of, weights_of
+from export.capture.graph_nodes import rows_read_by
+from export.capture.id_provenance import locate_ids, with_shared_lengths
+from export.capture.lower_to_torchscript import lower_to_torchscript
 from export.capture.output_names import named_outputs, renamed_outputs
-from export.capture.scriptable import scriptable
-from export.capture.sizes import Answer, Input, Sizes
-from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import rows_read_by
+from export.capture.per_id_inputs import KeysOfInputs, find_keys_of_inputs
+from export.capture.row_counts import Answer, Input, Sizes
+from export.capture.stub_collections import Collections, keys_of_features
+from export.capture.trace import EMBEDDINGS, TracedModel, trace_model
 from export.config import Example
 from export.errors import ModelError
 from export.scores.split_at_collections import DenseSubgraph
@@ -41,7 +41,7 @@ class FromExample:
     """
 
     signature: Signature
-    graph: Captured
+    graph: TracedModel
     collections: Collections
     undecided: Mapping[str, str]
 
@@ -57,7 +57,7 @@ class FromExample:
                     f"{type(model).__name__}: its forward enters autocast: expected `.to(dtype)` of what is to be in "
                     "another dtype; or none, and dense_dtype (--dense-dtype)"
                 )
-        module, taken, outputs = scriptable(model, self.graph, self.signature, self.collections)
+        module, taken, outputs = lower_to_torchscript(model, self.graph, self.signature, self.collections)
         self._expect_looked_up(model, taken)
         paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
         nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
@@ -71,7 +71,7 @@ class FromExample:
             raise ModelError(f"{type(model).__name__}: {wrong}")
         jagged = tuple(each for each in taken if isinstance(each, JaggedInput))
 
-        def answer(of: nn.Module, given: Given) -> Mapping[str, Tensor]:
+        def answer(of: nn.Module, given: DenseInputs) -> Mapping[str, Tensor]:
             by_sample = {path: self._repeated(path, given.samples) for path in self.signature.by_sample}
             by_sample |= {
                 path: numbers.to(self.signature.by_sample[path].dtype)
@@ -141,7 +141,7 @@ class FromExample:
             key = signature.numbers[each.name]
             yield f"example: {each.name} has a row for each id of {key}, and comes as a dense input"
 
-    def given(self, cut: DenseSubgraph) -> Given:
+    def given(self, cut: DenseSubgraph) -> DenseInputs:
         """What the dense part is given for rows of the example, drawn from its samples, with random embeddings.
 
         Its keys of fixed length are those that the forward makes itself, and those of which the dense part takes any.
@@ -183,28 +183,28 @@ def trace_example(model: nn.Module, collections: Collections, example: Example) 
     sizes = Sizes(found.module.graph, found.inputs, signature, keys_of_features(collections))
     signature = replace(signature, fixed=sizes.fixed(), first=sizes.first())
     signature = with_shared_lengths(signature, found, inputs, collections)
-    signature = placed(model, signature, found, inputs, collections)
+    signature = locate_ids(model, signature, found, inputs, collections)
     return FromExample(signature, found, collections, owners.undecided)
 
 
-def _owners(signature: Signature, found: Captured, collections: Collections) -> Owners:
+def _owners(signature: Signature, found: TracedModel, collections: Collections) -> KeysOfInputs:
     """Which keys the numbers are of that no collection looks up. The graph takes lengths of their own."""
     graph, features = found.module.graph, keys_of_features(collections)
     nodes = (node for node in graph.nodes if node.op == "placeholder")
     key_of = {each: signature.key_of(each, features) for each in found.inputs if isinstance(each, JaggedInput)}
     inputs = dict(zip(nodes, found.inputs, strict=True))
-    return owners_of(graph, inputs, key_of, signature.unkeyed, signature.parts, signature.bags())
+    return find_keys_of_inputs(graph, inputs, key_of, signature.unkeyed, signature.parts, signature.bags())
 
 
 def _followed(
     model: nn.Module, collections: Collections, signature: Signature
-) -> tuple[dict[Input, Tensor], Captured]:
+) -> tuple[dict[Input, Tensor], TracedModel]:
     """An example of the inputs of a graph, and the graph."""
     inputs = _inputs(signature, collections)
     errors: list[ModelError] = []
     for counts in _counts(signature, collections):
         try:
-            return inputs, captured(model, collections, signature, inputs, counts)
+            return inputs, trace_model(model, collections, signature, inputs, counts)
         except ModelError as error:
             errors.append(error)
     raise ModelError(f"{errors[0]}{_advice_for_flat(signature)}") from errors[0]
@@ -280,7 +280,7 @@ def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tenso
     return found | {rows_of(name): rows for name, rows in given.rows.items()}
 
 
-def _given(signature: Signature, collections: Collections, samples: int, dense: tuple[str, ...]) -> Given:
+def _given(signature: Signature, collections: Collections, samples: int, dense: tuple[str, ...]) -> DenseInputs:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(signature.samples, (samples,), generator=generator)
     chosen[: signature.samples] = torch.arange(min(samples, signature.samples))
@@ -293,7 +293,7 @@ def _given(signature: Signature, collections: Collections, samples: int, dense: 
                 keys[feature] = key
                 count = len(bags[key].ids) if key in bags else signature.fixed[key] * samples
                 rows[feature] = torch.randn(count, dim, generator=generator)
-    return Given(
+    return DenseInputs(
         torch.randn(samples, width, generator=generator),
         tuple(signature.by_sample[path][chosen] for path in dense),
         bags,

@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx, nn
 
 from export.errors import ModelError, first_line
-from export.trained.keyed import KeyedTracer, line_of_error
+from export.trained.keyed_tracer import KeyedTracer
 from export.trained.running import check_untouched, dotted, evaluating, holds, named, quiet
+from export.trained.source_location import line_of_error
 
 # What may be done to an input on the way: choose parts of it, or move it to a device. The ids stay the same.
 _SELECTING_METHODS = ("split", "permute", "to")

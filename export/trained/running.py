@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from export.errors import ModelError, last_line
-from export.trained.keyed import is_users
+from export.trained.source_location import is_user_code
 
 
 @contextmanager
@@ -237,7 +237,7 @@ def _holders(value: Any) -> tuple[Any, ...]:
     if isinstance(value, list | dict | deque | tuple):
         return (value,)
     if isinstance(value, FunctionType):
-        return (value,) if is_users(Path(value.__code__.co_filename)) else ()
+        return (value,) if is_user_code(Path(value.__code__.co_filename)) else ()
     if isinstance(value, type):
         return (value,) if _is_own(value) else ()
     return (value, type(value)) if _is_own(type(value)) else ()
@@ -267,7 +267,7 @@ def _named(kinds: Iterable[type]) -> Iterator[tuple[Any, Any, Any]]:
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if not is_users(Path(function.__code__.co_filename)):
+        if not is_user_code(Path(function.__code__.co_filename)):
             continue
         for name in _names_in(function.__code__):
             if name in function.__globals__:
@@ -286,5 +286,7 @@ def _is_own(kind: type) -> bool:
     """Whether a class is the user's own."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return (
-        file is not None and kind.__module__.partition(".")[0] not in sys.stdlib_module_names and is_users(Path(file))
+        file is not None
+        and kind.__module__.partition(".")[0] not in sys.stdlib_module_names
+        and is_user_code(Path(file))
     )

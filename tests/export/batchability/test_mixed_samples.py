@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from export.batchability.mixed_samples import find_branch, find_mixing, find_opaque_step
 from export.batchability.probes import probe_mixing
-from export.capture.given import Given
+from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
 
 SAMPLES, WIDTH, DENSE = 64, 12, 7
@@ -52,9 +52,9 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, WIDTH), torch.rand(SAMPLES, DENSE)
 
 
-def given() -> Given:
+def given() -> DenseInputs:
     embeddings, dense = inputs()
-    return Given(embeddings, (dense,))
+    return DenseInputs(embeddings, (dense,))
 
 
 def read(module: nn.Module) -> str | None:
@@ -127,7 +127,7 @@ def test_what_keeps_samples_apart_is_read_so() -> None:
     assert probe_mixing(partial(run, module, list(APART)), given(), DenseDtype.FP32, {}) is None
 
 
-def run(module: nn.Module, names: list[str], given: Given) -> dict[str, Any]:
+def run(module: nn.Module, names: list[str], given: DenseInputs) -> dict[str, Any]:
     with torch.no_grad():
         answer = module(given.embeddings, *given.dense)
     found = answer if isinstance(answer, tuple) else (answer,)

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from export.batchability.probes import Rounding, probe_mixing, scaled_probes
-from export.capture.given import Given
+from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
 from tests.export.batchability.test_mixed_samples import DENSE, SAMPLES, WIDTH, given
 
 TASKS = 150
-Scores = Callable[[Given], Mapping[str, Any]]
+Scores = Callable[[DenseInputs], Mapping[str, Any]]
 
 
 def weights() -> Tensor:
     return torch.randn(WIDTH + DENSE, TASKS, generator=torch.Generator().manual_seed(0))
 
 
-def logits(inputs: Given) -> Tensor:
+def logits(inputs: DenseInputs) -> Tensor:
     """Sums in another order where there are fewer samples, as a product of matrices may make them."""
     terms = torch.cat([inputs.embeddings, *inputs.dense], 1).unsqueeze(2) * weights()
     columns = range(terms.size(1)) if inputs.samples == SAMPLES else reversed(range(terms.size(1)))
@@ -32,17 +32,17 @@ def logits(inputs: Given) -> Tensor:
     return total
 
 
-def gates(inputs: Given) -> Mapping[str, Any]:
+def gates(inputs: DenseInputs) -> Mapping[str, Any]:
     """As in MMoE: a softmax over experts."""
     return {"s": logits(inputs).softmax(1).numpy()}
 
 
-def towers(inputs: Given) -> Mapping[str, Any]:
+def towers(inputs: DenseInputs) -> Mapping[str, Any]:
     """As in DBMTL: a sigmoid for each task."""
     return {"s": torch.sigmoid(logits(inputs)).numpy()}
 
 
-def cancelled(inputs: Given) -> Mapping[str, Any]:
+def cancelled(inputs: DenseInputs) -> Mapping[str, Any]:
     """Large terms whose sum is small."""
     total = logits(inputs)
     return {"s": (torch.relu(total) - torch.relu(-total) - total.double().float() + 1e-3 * torch.tanh(total)).numpy()}
@@ -56,16 +56,16 @@ def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch:
         assert probe_mixing(scores, given(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
 
 
-def centred(inputs: Given) -> Mapping[str, Any]:
+def centred(inputs: DenseInputs) -> Mapping[str, Any]:
     total = logits(inputs)
     return {"s": torch.sigmoid(total - 1e-3 * total.mean(0)).numpy()}
 
 
-def by_their_number(inputs: Given) -> Mapping[str, Any]:
+def by_their_number(inputs: DenseInputs) -> Mapping[str, Any]:
     return {"s": torch.sigmoid(logits(inputs) * (1 + inputs.samples * 1e-5)).numpy()}
 
 
-def above(inputs: Given) -> Mapping[str, Any]:
+def above(inputs: DenseInputs) -> Mapping[str, Any]:
     """Only at 10⁶."""
     largest = inputs.dense[0].abs().max()
     return {"s": torch.sigmoid(logits(inputs) - torch.relu(largest - 1e5)).numpy()}
@@ -95,7 +95,7 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
     experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(4))
     gate, tower = nn.Linear(width, 4), nn.Linear(16, TASKS)
 
-    def scores(bottom: nn.ModuleList, inputs: Given) -> Mapping[str, Any]:
+    def scores(bottom: nn.ModuleList, inputs: DenseInputs) -> Mapping[str, Any]:
         x = torch.cat([inputs.embeddings, *inputs.dense], 1)
         with torch.no_grad():
             mixed = gate(x).softmax(1).unsqueeze(1) @ torch.stack([expert(x) for expert in bottom], 1)
@@ -105,10 +105,10 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
 
 
 def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> None:
-    def random(inputs: Given) -> Mapping[str, Any]:
+    def random(inputs: DenseInputs) -> Mapping[str, Any]:
         return {"s": towers(inputs)["s"] + torch.randn(()).numpy()}
 
-    def chaotic(inputs: Given) -> Mapping[str, Any]:
+    def chaotic(inputs: DenseInputs) -> Mapping[str, Any]:
         return {"s": np.sin(1e9 * towers(inputs)["s"])}
 
     for probe in scaled_probes(given()):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export import export_model
-from export.capture.stand_ins import Columns
+from export.capture.stub_collections import Columns
 from export.errors import ModelError
 from export.scores.trace_example import trace_example
 from serving.engine import Engine

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from export.capture.bags import Bags, have_as_many
-from export.capture.origins import Parts
-from export.capture.sizes import Input, is_lengths, open_dims
-from export.capture.steps import has_none_of_the_numbers
+from export.capture.graph_nodes import has_none_of_the_numbers
+from export.capture.row_counts import Input, is_lengths, open_dims
+from export.capture.tensor_provenance import Parts
 from serving.bundle.scores import JaggedInput
 
 # Of a step, by dimension: whose ids its positions are.
@@ -23,7 +23,7 @@ _Positions = Mapping[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class KeysOfInputs:
     """What is decided of numbers.
 
     Attributes:
@@ -35,14 +35,14 @@ class Owners:
     undecided: Mapping[str, str]
 
 
-def owners_of(
+def find_keys_of_inputs(
     graph: fx.Graph,
     inputs: Mapping[fx.Node, Input],
     key_of: Mapping[JaggedInput, str],
     numbers: Collection[str],
     parts: Sequence[Parts],
     bags: Bags,
-) -> Owners:
+) -> KeysOfInputs:
     """Read off a graph which keys numbers are of.
 
     Args:
@@ -73,7 +73,7 @@ def owners_of(
             undecided[name] = f"it is put beside rows of {' and of '.join(map(repr, several))}"
         else:
             undecided[name] = "it is put beside rows of no key"
-    return Owners(keys, undecided)
+    return KeysOfInputs(keys, undecided)
 
 
 @dataclass(slots=True)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.call_signature import Signature
-from export.capture.given import ids_of, numbers_of
-from export.capture.graph import EMBEDDINGS, Captured
-from export.capture.sizes import Answer, Input, rows_of_answers, served, shape_of
-from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import answers_of, attribute_of, is_copy, is_random, is_writing, written
+from export.capture.graph_inputs import ids_of, numbers_of
+from export.capture.graph_nodes import answers_of, attribute_of, is_copy, is_random, is_writing, written
+from export.capture.row_counts import Answer, Input, rows_of_answers, served, shape_of
+from export.capture.stub_collections import Collections, keys_of_features
+from export.capture.trace import EMBEDDINGS, TracedModel
 from export.errors import ModelError
-from export.trained.keyed import line_of
+from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 # Arguments that are the same for all that is on a CPU.
@@ -32,8 +32,8 @@ _MADE = "_tensor_constant"
 _WRITABLE = (JaggedKind.ROWS, JaggedKind.NUMBERS)
 
 
-def scriptable(
-    model: nn.Module, found: Captured, signature: Signature, collections: Collections
+def lower_to_torchscript(
+    model: nn.Module, found: TracedModel, signature: Signature, collections: Collections
 ) -> tuple[fx.GraphModule, tuple[Input, ...], dict[str, Answer]]:
     """What TorchScript compiles of a model.
 
@@ -70,7 +70,7 @@ class _Converter:
     def __init__(
         self,
         model: nn.Module,
-        found: Captured,
+        found: TracedModel,
         signature: Signature,
         collections: Collections,
         inputs: Mapping[fx.Node, Input],

@@ -13,7 +13,7 @@ from torch import fx
 
 from export.capture.bags import have_as_many
 from export.capture.call_signature import Signature
-from export.capture.steps import origin_of
+from export.capture.graph_nodes import origin_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 # Of a graph: the embeddings of all pooled features; a tensor of the example, by its path; or what is made of ids.

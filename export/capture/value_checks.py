@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from export.capture.example import Call
-from export.trained.keyed import is_users, shortened, where
+from export.trained.source_location import is_user_code, location, shortened
 
 # What answers with a number of Python, which may be another one for each request.
 _ASKING = (
@@ -77,7 +77,7 @@ class PassedChecks:
             return NotImplemented
         number = self._asked[_place(asking)]
         self._asked[_place(asking)] += 1
-        self._checks.lines[shortened(where(asking.f_code.co_filename, asking.f_lineno))] = None
+        self._checks.lines[shortened(location(asking.f_code.co_filename, asking.f_lineno))] = None
         return answers[number % len(answers)]
 
 
@@ -93,7 +93,7 @@ def _frames() -> Iterator[FrameType]:
     """The frames of the user's code, from the inner one to the outer one; without those that called the export."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not Call.answer_of.__code__:
-        if is_users(Path(frame.f_code.co_filename)):
+        if is_user_code(Path(frame.f_code.co_filename)):
             yield frame
         frame = frame.f_back
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from export.capture.noted import modules_of
+from export.capture.branch_log import modules_of
 from export.errors import ModelError
-from export.trained.keyed import where
+from export.trained.source_location import location
 
-NO_TIME = "it as a dense input: a graph has that of the export"
+TIME_ADVICE = "it as a dense input: a graph has that of the export"
 # Functions of the module time that read no clock.
 _NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
 # Methods of a generator of random numbers that draw none.
@@ -85,7 +85,7 @@ class OutsideReads:
         if code.co_filename in self._own and (
             (event == "c_call" and _is_clock(called)) or (event == "call" and _names_numpy_s_clock(code))
         ):
-            self.clocks.append(where(code.co_filename, frame.f_lineno))
+            self.clocks.append(location(code.co_filename, frame.f_lineno))
         generator = _drawn_from(frame, called) if event == "c_call" else None
         if event == "call" and _seeds_by_system(frame):
             generator = _OF_SYSTEM
@@ -106,7 +106,7 @@ class OutsideReads:
         """The line of the model's code that makes a call, directly or not. Empty if no line does."""
         while frame is not None:
             if frame.f_code.co_filename in self._own:
-                return where(frame.f_code.co_filename, frame.f_lineno)
+                return location(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return ""
 

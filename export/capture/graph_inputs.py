@@ -38,7 +38,7 @@ def numbers_of(name: str) -> JaggedInput:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Given:
+class DenseInputs:
     """What a dense part is given.
 
     Attributes:
@@ -91,7 +91,7 @@ class Given:
         assert bag.weights is not None  # noqa: S101  the model takes them
         return bag.weights.float()
 
-    def at(self, samples: Tensor) -> "Given":
+    def at(self, samples: Tensor) -> "DenseInputs":
         """Some samples, int64 [B']."""
         rows = {name: each[self.places(self.keys[name], samples)] for name, each in self.rows.items()}
         bags = {key: bag.at(samples) for key, bag in self.bags.items()}
@@ -105,11 +105,11 @@ class Given:
         bag = self.bags[key]
         return replace(bag, ids=torch.arange(len(bag.ids)), weights=None).at(samples).ids
 
-    def copied(self) -> "Given":
+    def copied(self) -> "DenseInputs":
         """With dense inputs that may be written to."""
         return replace(self, dense=tuple(each.clone() for each in self.dense))
 
-    def with_floats(self, change: Callable[..., Tensor], *others: "Given") -> "Given":
+    def with_floats(self, change: Callable[..., Tensor], *others: "DenseInputs") -> "DenseInputs":
         """With other floats in place of embeddings, dense inputs, numbers of ids, and rows.
 
         Args:
@@ -134,7 +134,7 @@ class Given:
         embeddings = change(every, self.embeddings, *(other.embeddings for other in others))
         return replace(self, embeddings=embeddings, dense=tuple(dense), rows=rows, bags={**self.bags, **bags})
 
-    def with_integers(self, change: Callable[[Tensor], Tensor]) -> "Given":
+    def with_integers(self, change: Callable[[Tensor], Tensor]) -> "DenseInputs":
         """With other integers and booleans in place of dense inputs, and of numbers of ids."""
         numbers = {name: replace(self.bags[name], ids=_changed(self.bags[name].ids, change)) for name in self.numbers}
         dense = tuple(_changed(each, change) for each in self.dense)

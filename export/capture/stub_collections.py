@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.bags import GivenKeys, bag_of, bags_of, kjt_of_bags
-from export.capture.noted import changed
+from export.capture.bags import RequestKjt, bag_of, bags_of, kjt_of_bags
+from export.capture.branch_log import changed
 from export.trained.managed import is_sequence
 
 
@@ -52,7 +52,7 @@ Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
 
 
 @contextmanager
-def answering(collections: Collections, answer: Answer) -> Iterator[None]:
+def stubbed(collections: Collections, answer: Answer) -> Iterator[None]:
     """Have collections answer with what `answer` says: a KeyedTensor, or JaggedTensors by name."""
 
     def forward_of(collection: nn.Module, columns: Columns) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def answering(collections: Collections, answer: Answer) -> Iterator[None]:
         for collection, columns in collections.items():
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
-        ours = {"concat": staticmethod(GivenKeys.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
+        ours = {"concat": staticmethod(RequestKjt.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
         stack.enter_context(changed(KeyedJaggedTensor, **ours, sync=_unsynced))
         yield
 
@@ -120,7 +120,7 @@ def jagged_tensors(columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str
 
 
 def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapping[str, int]) -> Tensor:
-    return given.given[key].lengths if isinstance(given, GivenKeys) else lengths[place[key]]
+    return given.given[key].lengths if isinstance(given, RequestKjt) else lengths[place[key]]
 
 
 def zeros_of(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:

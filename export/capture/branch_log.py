@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from export.trained.keyed import is_users, line_of_stack
+from export.trained.source_location import current_line, is_user_code
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class BranchLog:
     """What torch.export decides while it follows a model, with the lines of the model's code.
 
     Attributes:
@@ -55,7 +55,7 @@ def changed(kind: Any, **methods: Any) -> Iterator[None]:
 
 
 @contextmanager
-def noting(found: Noted, otherwise: Collection[int] = ()) -> Iterator[Noted]:
+def record_branches(found: BranchLog, otherwise: Collection[int] = ()) -> Iterator[BranchLog]:
     """In the block, note what torch.export finds out about sizes, and what the model's code asks of them.
 
     Of what it asks, the comparisons with the numbers `otherwise` come out the other way.
@@ -63,18 +63,18 @@ def noting(found: Noted, otherwise: Collection[int] = ()) -> Iterator[Noted]:
     log_guard = ShapeEnv._log_guard
 
     def noted(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
-        found.compared.append((guard, line_of_stack()))
+        found.compared.append((guard, current_line()))
         log_guard(self, prefix, guard, *args, **kwargs)
 
     def asking(is_true: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def asked(value: Any) -> bool:
             question = value if isinstance(value, torch.SymBool) else value != 0
-            asks = not isinstance(question, bool) and is_users(Path(sys._getframe(1).f_code.co_filename))
+            asks = not isinstance(question, bool) and is_user_code(Path(sys._getframe(1).f_code.co_filename))
             comparison = question.node.expr if asks else None  # before it counts as known
             holds = bool(is_true(value))
             if not asks:
                 return holds
-            found.asked.append((comparison, holds, line_of_stack()))
+            found.asked.append((comparison, holds, current_line()))
             return holds != (len(found.asked) - 1 in otherwise)
 
         return asked
@@ -83,7 +83,7 @@ def noting(found: Noted, otherwise: Collection[int] = ()) -> Iterator[Noted]:
 
     def counted(size: Any) -> Any:
         frame = sys._getframe(1)
-        if is_users(Path(frame.f_code.co_filename)) and "range(" in (line := line_of_stack()):
+        if is_user_code(Path(frame.f_code.co_filename)) and "range(" in (line := current_line()):
             found.loops.append(line)
         return index(size)
 
@@ -100,9 +100,7 @@ def symbols_of(shape: Sequence[Any]) -> set[Any]:
     return {symbol for size in sizes for symbol in size.free_symbols}
 
 
-def decided_by_ids(
-    samples: Any, sizes: Collection[Any], compared: Sequence[tuple[Any, str]]
-) -> tuple[Any, str] | None:
+def guard_on_ids(samples: Any, sizes: Collection[Any], compared: Sequence[tuple[Any, str]]) -> tuple[Any, str] | None:
     """A comparison that holds for some numbers of ids alone, and its line. None: there is none.
 
     Two sizes that have to be the same are none: the model itself fails where they are not.
@@ -120,7 +118,9 @@ def decided_by_ids(
     return None
 
 
-def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]], counted: Mapping[Any, Any]) -> dict[int, str]:
+def branches_on_ids(
+    samples: Any, asked: Sequence[tuple[Any, bool, str]], counted: Mapping[Any, Any]
+) -> dict[int, str]:
     """The comparisons that the model's code asks for, and that hold for some numbers of ids alone; with their lines.
 
     Whether there is no id at all does not count: that is one case, which is tried.
@@ -146,7 +146,7 @@ def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]], counted: 
 def raised_by_model(error: BaseException | None) -> bool:
     """Whether a line of the model's own code raised an error: it cannot be called so."""
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-    is_own = bool(frames) and is_users(Path(frames[-1].filename))
+    is_own = bool(frames) and is_user_code(Path(frames[-1].filename))
     return is_own and (isinstance(error, AssertionError) or (frames[-1].line or "").startswith("raise"))
 
 
@@ -165,7 +165,9 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         is_file = isinstance(path, str) and bool(path)
         is_near = _package(name) in packages or not {"site-packages", "dist-packages"} & {*Path(path or "").parts}
-        is_own = is_file and is_near and _package(name) not in sys.stdlib_module_names and is_users(Path(path or ""))
+        is_own = (
+            is_file and is_near and _package(name) not in sys.stdlib_module_names and is_user_code(Path(path or ""))
+        )
         found[name] = module if is_own else None
         if is_own:
             every = [*vars(module).values()]

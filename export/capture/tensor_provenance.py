@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.bags import bags_of
-from export.capture.noted import changed
-from export.trained.keyed import line_of_stack
+from export.capture.branch_log import changed
+from export.trained.source_location import current_line
 
 # The paths of the tensors that a tensor is made of.
 _MadeOf = MutableMapping[Tensor, frozenset[str]]
@@ -58,7 +58,7 @@ class Parts:
         return lengths.view(-1 if old.dim() == 1 else (len(self.keys), -1))
 
 
-class Origins:
+class TensorProvenance:
     """Of which tensors of an example others are made, while a forward runs.
 
     Args:
@@ -91,7 +91,7 @@ class Origins:
                 if path and torch.equal(self._leaves[path].long(), lengths.long()):
                     self.pairs.append(Parts((values,), values, path))
                 else:
-                    self.unpaired.setdefault(values, line_of_stack())
+                    self.unpaired.setdefault(values, current_line())
 
         of_keys = KeyedJaggedTensor.__init__
 
@@ -107,7 +107,7 @@ class Origins:
         """The tensors of the example that a KJT is made of: of all its keys, or of each key; those that can be told.
 
         It may be cut out of another that the forward made. Whether it has their numbers for any request, its graph
-        says (export/capture/moved_ids.py).
+        says (export/capture/id_provenance.py).
         """
         found = self._parts_of(kjt)
         for other in [each for each in self._kjts if int(each.lengths().sum()) == len(each.values())]:

@@ -3,18 +3,12 @@
 So a forward may loop over keys, and regroup. Only the numbers are not known.
 """
 
-import linecache
 import operator
-import re
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
-import torchrec
 from torch import fx, nn
 from torchrec import KeyedTensor
 from torchrec.fx import Tracer
@@ -25,65 +19,6 @@ from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import _regroup_keyed_tensors
 
 from export.trained.managed import inner_of, is_sequence
-
-_OURS = Path(__file__).parents[1]
-_NOT_THE_USERS = (Path(torch.__file__).parent, Path(torchrec.__file__).parent, _OURS)
-_PYTHONS = Path(sysconfig.get_path("stdlib"))
-# A line of a stack trace as torch.fx keeps it.
-_FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
-
-
-def line_of(node: fx.Node) -> str:
-    """The line of the model's code of a step of a graph. Empty: its stack trace was not kept."""
-    for path, line in reversed(_FRAME.findall(node.stack_trace or "")):
-        if _is_to_name(Path(path)):
-            return where(path, int(line))
-    return ""
-
-
-def short_line_of(node: fx.Node) -> str:
-    """As `line_of`, but with the file's name instead of its path: bundles must not have paths."""
-    return shortened(line_of(node))
-
-
-def shortened(line: str) -> str:
-    """A line as `where` says it, without the folders of its file."""
-    return re.sub(r"^ at .*/(?=[^/]+, line [0-9]+: )", " at ", line)
-
-
-def line_of_error(error: Exception) -> str:
-    """The line of the model's code that raised an error: the innermost one that is not torch's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.lineno is not None and _is_to_name(Path(frame.filename)):
-            return where(frame.filename, frame.lineno)
-    return ""
-
-
-def line_of_stack() -> str:
-    """The line of the model's code that is running: the innermost one that is not torch's. Empty: none is."""
-    frames = traceback.extract_stack()
-    ours = next((number for number, each in enumerate(frames) if Path(each.filename).is_relative_to(_OURS)), 0)
-    for frame in reversed(frames[ours:]):  # before them is who called the export
-        if frame.lineno is not None and _is_to_name(Path(frame.filename)):
-            return where(frame.filename, frame.lineno)
-    return ""
-
-
-def is_users(path: Path) -> bool:
-    """Whether a file is none of torch, torchrec or this package."""
-    return path.exists() and not any(path.is_relative_to(each) for each in _NOT_THE_USERS)
-
-
-def _is_to_name(path: Path) -> bool:
-    """Whether a file is the user's, and not of Python itself, such as copy.py."""
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-    return is_users(path) and (is_installed or not path.is_relative_to(_PYTHONS))
-
-
-def where(path: str, line: int) -> str:
-    """A line of a file, for messages."""
-    return f" at {path}, line {line}: `{linecache.getline(path, line).strip()}`"
-
 
 _POOLING = (
     EmbeddingBagCollectionInterface,

@@ -15,19 +15,19 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.bags import Bag, GivenKeys
+from export.capture.bags import Bag, RequestKjt
+from export.capture.branch_log import BranchLog, branches_on_ids, guard_on_ids, raised_by_model, symbols_of
 from export.capture.call_signature import Signature
-from export.capture.following import followable
-from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
-from export.capture.noted import Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
+from export.capture.export_patches import traceable
+from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
+from export.capture.graph_nodes import answers_of, attribute_of, inlined
 from export.capture.output_names import named_outputs
-from export.capture.outside import NO_TIME
-from export.capture.sizes import Input
-from export.capture.stand_ins import Collections, answering, jagged_tensors, keyed_tensor, keys_of_features
-from export.capture.steps import answers_of, attribute_of, inlined
+from export.capture.outside_reads import TIME_ADVICE
+from export.capture.row_counts import Input
+from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
 from export.errors import ModelError, first_line
-from export.trained.keyed import line_of, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
+from export.trained.source_location import current_line, line_of, line_of_error
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 EMBEDDINGS = "embeddings"
@@ -51,7 +51,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class TracedModel:
     """A model as a graph of ATen.
 
     Attributes:
@@ -72,13 +72,13 @@ class Captured:
     counts: Mapping[str, fx.Node]
 
 
-def captured(
+def trace_model(
     model: nn.Module,
     collections: Collections,
     signature: Signature,
     inputs: Mapping[Input, Tensor],
     counts: Mapping[str, int],
-) -> Captured:
+) -> TracedModel:
     """Follow a model.
 
     Args:
@@ -94,8 +94,8 @@ def captured(
     whole = _Whole(model, collections, signature, list(inputs))
     dims = _dims(whole, {**counts, **signature.fixed})
 
-    def followed(otherwise: Sequence[int] = (), later_s: int = 0) -> tuple[fx.GraphModule, Noted]:
-        with followable(model, signature.checks, otherwise, later_s) as noted, redirect_stderr(io.StringIO()):
+    def followed(otherwise: Sequence[int] = (), later_s: int = 0) -> tuple[fx.GraphModule, BranchLog]:
+        with traceable(model, signature.checks, otherwise, later_s) as noted, redirect_stderr(io.StringIO()):
             try:
                 arguments = tuple(inputs.values())
                 program = torch.export.export(whole, arguments, dynamic_shapes=(dims,), strict=False)
@@ -120,18 +120,18 @@ def captured(
     _expect_any_number(model, module, whole.inputs, noted)
     numbers = [*signature.numbers]
     of_numbers = dict(zip(numbers, answers_of(module.graph)[-len(numbers) :] if numbers else (), strict=True))
-    found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made, of_numbers)
+    found = TracedModel(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made, of_numbers)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     samples = nodes[0].meta["val"].shape[0].node
     if of_one := _other_of_one(samples, noted.asked):
         one = f"whether there is one sample{next(iter(of_one.values()))}"
         expect_same(one, "the same steps for any number of samples: requests are merged", [*of_one])
-    for number, line in asked_of_ids(samples, noted.asked, _counted(nodes, dims, samples)).items():
+    for number, line in branches_on_ids(samples, noted.asked, _counted(nodes, dims, samples)).items():
         expect_same(f"how many ids there are{line}", _ANY_IDS, [number])
     if others := [line for line in signature.clocks if line not in noted.clock]:  # which cannot be put forward
-        raise ModelError(f"{type(model).__name__}: its forward asks for the time{others[0]}: expected {NO_TIME}")
+        raise ModelError(f"{type(model).__name__}: its forward asks for the time{others[0]}: expected {TIME_ADVICE}")
     for later_s in _LATER_S if noted.clock else ():
-        expect_same(f"the time{noted.clock[0]}", NO_TIME, (), later_s)
+        expect_same(f"the time{noted.clock[0]}", TIME_ADVICE, (), later_s)
     return found
 
 
@@ -153,7 +153,7 @@ def _of_ids(model: nn.Module, line: str) -> ModelError:
     )
 
 
-def _expect_any_number(model: nn.Module, module: fx.GraphModule, inputs: Sequence[Input], noted: Noted) -> None:
+def _expect_any_number(model: nn.Module, module: fx.GraphModule, inputs: Sequence[Input], noted: BranchLog) -> None:
     """Refuse a forward that does something else for other numbers of ids: the graph has one of its ways alone.
 
     Args:
@@ -174,7 +174,7 @@ def _expect_any_number(model: nn.Module, module: fx.GraphModule, inputs: Sequenc
             )
     samples = nodes[0].meta["val"].shape[0].node
     sizes = {symbol for node in nodes for symbol in symbols_of(node.meta["val"].shape)}
-    if decided := decided_by_ids(samples, sizes, noted.compared):
+    if decided := guard_on_ids(samples, sizes, noted.compared):
         raise _of_ids(model, f"{decided[1]}: {decided[0]}")
     for node in module.graph.nodes:
         if str(getattr(node.target, "__name__", node.target)).lstrip("_") in _OF_VMAP:
@@ -219,7 +219,7 @@ def _other_of_one(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[
     return found
 
 
-def _refusal(error: Exception, noted: Noted) -> str:
+def _refusal(error: Exception, noted: BranchLog) -> str:
     """Why a forward cannot be followed.
 
     Args:
@@ -298,10 +298,10 @@ class _Whole(nn.Module):
         parts: list[Tensor] = []
 
         def answer(collection: nn.Module, columns: Any, kjt: KeyedJaggedTensor) -> Any:
-            if type(kjt) is not GivenKeys or not kjt.is_unchanged:
+            if type(kjt) is not RequestKjt or not kjt.is_unchanged:
                 is_weighted = takes_weights(collection)
                 is_raw = isinstance(collection, BaseManagedCollisionEmbeddingCollection)
-                made.append(Made(kjt.keys(), is_weighted, is_raw, line_of_stack()))
+                made.append(Made(kjt.keys(), is_weighted, is_raw, current_line()))
                 parts.extend(_parts_of(kjt, is_weighted))
             if is_sequence(collection):
                 return jagged_tensors(columns, kjt, rows)
@@ -310,7 +310,7 @@ class _Whole(nn.Module):
         by_sample = {each: found for each, found in given.items() if isinstance(each, str)}
         bags = _bags(given, self.signature.numbers)
         call = self.signature.called(tensors[0].shape[0], bags, by_sample, known=True)
-        with answering(self.collections, answer):
+        with stubbed(self.collections, answer):
             found, left = named_outputs(self.model, call.answer_of(self.model), Tensor)
         self.seen.outputs, self.seen.left, self.seen.made = list(found), left, made
         return (*found.values(), *parts, *(bags[name].lengths for name in self.signature.numbers))

@@ -22,22 +22,22 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.overrides import TorchFunctionMode
 from torchrec import KeyedJaggedTensor
 
-from export.capture.checks import Checks, PassedChecks
-from export.capture.noted import Noted, changed, modules_of, noting
-from export.trained.keyed import is_users, line_of_stack
+from export.capture.branch_log import BranchLog, changed, modules_of, record_branches
+from export.capture.value_checks import Checks, PassedChecks
 from export.trained.running import evaluating, quiet
+from export.trained.source_location import current_line, is_user_code
 
 
 @contextmanager
-def followable(
+def traceable(
     model: nn.Module, checks: Checks, otherwise: Collection[int] = (), later_s: int = 0
-) -> Iterator[Noted]:
+) -> Iterator[BranchLog]:
     """In the block, torch.export can follow what it could not, and what is decided meanwhile is noted.
 
     Its `checks` pass. Of what else the model asks, the comparisons with the numbers `otherwise` come out the other
     way. Its clock is that many seconds ahead.
     """
-    noted = Noted()
+    noted = BranchLog()
     run_as_is = torch.no_grad(), evaluating(model), quiet(), _as_if_run(model, noted, later_s)
     put_otherwise = _plain_attention(), _plain_data(), _plain_kjts(), _any_sizes(model), _long_lists()
     with ExitStack() as stack:
@@ -45,14 +45,14 @@ def followable(
             *run_as_is,
             *put_otherwise,
             _OfAnySize(noted, PassedChecks(checks)),
-            noting(noted, otherwise),
+            record_branches(noted, otherwise),
         ):
             stack.enter_context(each)
         yield noted
 
 
 @contextmanager
-def _as_if_run(model: nn.Module, noted: Noted, later_s: int) -> Iterator[None]:
+def _as_if_run(model: nn.Module, noted: BranchLog, later_s: int) -> Iterator[None]:
     """In the block, the model's code is told that it is run, not that torch.export follows it, and a later time."""
     modules = modules_of(model)
     own = {module.__file__ for module in modules}
@@ -64,7 +64,7 @@ def _as_if_run(model: nn.Module, noted: Noted, later_s: int) -> Iterator[None]:
     def ahead(clock: Callable[[], Any], by: Any) -> Callable[[], Any]:
         def read() -> Any:
             is_own = sys._getframe(1).f_code.co_filename in own
-            noted.clock.extend([line_of_stack()] if is_own else ())
+            noted.clock.extend([current_line()] if is_own else ())
             return clock() + by if is_own else clock()
 
         return read
@@ -86,7 +86,7 @@ def _plain_data() -> Iterator[None]:
     plain: Any = torch._C.TensorBase.data
 
     def data(tensor: Tensor) -> Any:
-        return tensor.detach() if is_users(Path(sys._getframe(1).f_code.co_filename)) else plain.__get__(tensor)
+        return tensor.detach() if is_user_code(Path(sys._getframe(1).f_code.co_filename)) else plain.__get__(tensor)
 
     kind.data = property(data, plain.__set__, plain.__delete__)
     try:
@@ -213,7 +213,7 @@ class ListOfAnyLength(_Refusing):  # type: ignore[misc]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what isinstance asks for
-        return _refuse() if is_users(Path(sys._getframe(1).f_code.co_filename)) else ListOfAnyLength
+        return _refuse() if is_user_code(Path(sys._getframe(1).f_code.co_filename)) else ListOfAnyLength
 
     def __mul__(self, times: Any) -> "ListOfAnyLength":
         ((items, count),) = self.parts if len(self.parts) == 1 else _refuse()
@@ -250,7 +250,7 @@ class _OfAnySize(TorchFunctionMode):
         checks: those of the model's code pass.
     """
 
-    def __init__(self, noted: Noted, checks: PassedChecks) -> None:
+    def __init__(self, noted: BranchLog, checks: PassedChecks) -> None:
         super().__init__()
         self._noted, self._checks = noted, checks
 
@@ -262,9 +262,9 @@ class _OfAnySize(TorchFunctionMode):
         if (passed := self._checks.answer(func)) is not NotImplemented:
             return passed
         if func in _ONE_BY_ONE and args[1:] in ((), (0,)) and isinstance(args[0].shape[0], torch.SymInt):
-            self._noted.loops.append(line_of_stack())
+            self._noted.loops.append(current_line())
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            self._noted.packed.append(line_of_stack())
+            self._noted.packed.append(current_line())
         read = _OTHERWISE.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
         if found is not None:
@@ -273,7 +273,7 @@ class _OfAnySize(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except Exception as error:
             if type(error).__module__.startswith(_OF_EXPORT):
-                self._noted.caught.append(line_of_stack())
+                self._noted.caught.append(current_line())
             raise
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.call_signature import Places, Signature
-from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
-from export.capture.graph import Captured, Made
-from export.capture.sizes import Input, is_lengths
-from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import answers_of, not_made_alike, not_moved
+from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
+from export.capture.graph_nodes import answers_of, not_made_alike, not_moved
+from export.capture.row_counts import Input, is_lengths
+from export.capture.stub_collections import Collections, keys_of_features
+from export.capture.trace import Made, TracedModel
 from export.errors import ModelError, last_line
-from export.trained.keyed import line_of
+from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 # Batch sizes that the moving part is run for.
@@ -29,10 +29,10 @@ _SAMPLES = (2, 3, 5, 7)
 _FIRST_MARK = 1_000_003
 
 
-def placed(
+def locate_ids(
     model: nn.Module,
     signature: Signature,
-    found: Captured,
+    found: TracedModel,
     inputs: Mapping[Input, Tensor],
     collections: Collections,
 ) -> Signature:
@@ -94,9 +94,9 @@ def placed(
 
 
 def with_shared_lengths(
-    signature: Signature, found: Captured, inputs: Mapping[Input, Tensor], collections: Collections
+    signature: Signature, found: TracedModel, inputs: Mapping[Input, Tensor], collections: Collections
 ) -> Signature:
-    """The signature, with the keys that the forward gives the lengths of another one. Arguments as `placed`."""
+    """The signature, with the keys that the forward gives the lengths of another one. Arguments as `locate_ids`."""
     answers, first = iter(answers_of(found.module.graph)[len(found.outputs) :]), dict(signature.first)
     keys_of = keys_of_features(collections)
     for made in found.made:
