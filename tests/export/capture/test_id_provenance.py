@@ -573,7 +573,7 @@ WITHOUT_LINE = (sizes_replaced, lengths_of_other_keys, lengths_of_other_samples,
 def test_ids_are_served_as_they_are_or_refused(tmp_path: Path, case: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     module = Changing(case, case in OF_WEIGHTS).eval()
-    line = None if case in WITHOUT_LINE else r"test_ids_that_are_changed\.py, line \d+: `"
+    line = None if case in WITHOUT_LINE else r"test_id_provenance\.py, line \d+: `"
     with nullcontext() if case in SERVED else pytest.raises(ExportError, match=line):
         bundle = export_model(module, tmp_path / "r", "m", EXACT, example=of_case(case, 0, 6))
     if case in SERVED:

@@ -105,7 +105,7 @@ def test_random_numbers_are_refused_by_the_line_that_draws_them(
     kind: type[Scored], example: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ModelError, match=r"draws random numbers in eval mode at .*test_outside.py, line \d+: `return"
+        ModelError, match=r"draws random numbers in eval mode at .*test_outside_reads.py, line \d+: `return"
     ):
         export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=example)
     assert not (tmp_path / "r" / "m").exists()

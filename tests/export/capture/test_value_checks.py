@@ -134,7 +134,7 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
         assert part is not None
         assert not part.mixes_samples
         assert any(
-            note.startswith("example: requests are not checked as the forward does at test_checks.py")
+            note.startswith("example: requests are not checked as the forward does at test_value_checks.py")
             for note in notes
         )
         for samples in (1, 2, 9):
@@ -145,6 +145,8 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
 
 @pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Returns, Keeps, Branches])
 def test_a_question_that_an_answer_hangs_on_is_refused(kind: Callable[[], Scored], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"hangs on numbers of the request at .*test_checks.py, line .*torch.where"):
+    with pytest.raises(
+        ModelError, match=r"hangs on numbers of the request at .*test_value_checks.py, line .*torch.where"
+    ):
         export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=call_of(6))
     assert not (tmp_path / "r" / "m").exists()
