@@ -13,9 +13,9 @@ from serving.client.retries import Retries
 from serving.closing import Closing
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.tensors import Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.types import Tensors
 from serving.router.calls import HostCallers, wait_all
 from serving.router.host import Host
 from serving.router.messages import PartialRequest

@@ -15,7 +15,7 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.workload import Arrays, Workload
 from serving.engine import Engine
-from serving.request.tensors import EMBEDDINGS, Embeddings, Tensors
+from serving.requests.types import EMBEDDINGS, Embeddings, Tensors
 from serving.tables.table_files import TableFiles
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

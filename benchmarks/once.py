@@ -21,7 +21,7 @@ from examples.hosts.dlrm import ROWS, dlrm_tables
 from export import ExportConfig, export_model
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.request.tensors import ONCE, Tensors
+from serving.requests.types import ONCE, Tensors
 from serving.server import Ports, run_server
 
 ITEMS, USER_FEATURES, USER_IDS = 500, 10, 50

@@ -19,7 +19,7 @@ from export.trained.checkpoint import Checkpoint, GeneratedTable, generated_chec
 from export.trained.tables import collect_tables
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.tables.pages import MappedFile
 
 Ids = npt.NDArray[np.int64]

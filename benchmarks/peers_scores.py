@@ -23,7 +23,7 @@ from benchmarks.workload import DIM, ROW_CAP
 from serving.client import LookupClient, ModelInfo
 from serving.engine import Engine
 from serving.lookup.program import torchscript
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 NAME, SEQUENCES_NAME = "scores", "scores_sequences"

@@ -21,7 +21,7 @@ from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 NAME, NARROW = "dcn", {"bf16": DenseDtype.BF16, "int8": DenseDtype.INT8}

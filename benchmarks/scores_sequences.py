@@ -19,8 +19,8 @@ from benchmarks.sequences_model import DENSE, LONGEST
 from benchmarks.sequences_workload import DIM, OUTPUT, POOLED, ROWS, TARGET, SequencesWorkload
 from benchmarks.served import inputs_of
 from serving.engine import Engine
-from serving.request.bags import ranges
-from serving.request.tensors import ONCE, Tensors
+from serving.requests.offsets import ranges
+from serving.requests.types import ONCE, Tensors
 from serving.server import Ports, run_server
 
 __all__ = ["DIM", "ITEMS", "LONGEST", "PAUSE_S", "POOLED", "REPEATS", "ROWS", "run"]

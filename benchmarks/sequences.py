@@ -19,7 +19,7 @@ from benchmarks.workload import Arrays
 from export import ExportConfig, export_model
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.request.tensors import SEQUENCES, Tensors
+from serving.requests.types import SEQUENCES, Tensors
 from serving.server import Ports, Server, run_server
 
 NAME = "sequences"

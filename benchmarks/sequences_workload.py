@@ -16,7 +16,7 @@ from export import ExportConfig, export_model
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.model.settings import ServingSettings
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 
 OUTPUT = "scores"
 ROWS, DIM = 100_000, 64

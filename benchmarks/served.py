@@ -16,7 +16,7 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.workload import NAME, WIDTH, Arrays, Workload
 from serving.engine import Engine
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 DO_NOTHING = Path(__file__).parent / "donothing.py"

@@ -15,7 +15,7 @@ from examples.hosts.dlrm import IDS_PER_SAMPLE
 from serving.bench.requests import Distribution, random_requests
 from serving.bundle.manifest import Manifest
 from serving.client import LookupClient
-from serving.request.encoding import Features
+from serving.requests.encoding import Features
 from serving.server import Ports, Server, run_server
 from serving.server.versions import switch
 

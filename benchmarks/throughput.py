@@ -23,8 +23,8 @@ from serving.bench.requests import prepare
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.errors import ServingError
-from serving.request.encoding import Features
-from serving.request.tensors import Tensors
+from serving.requests.encoding import Features
+from serving.requests.types import Tensors
 from serving.server import Ports, Server, Supervisor, run_server
 from serving.server.launch.child import GLIBC, malloc_of
 

@@ -31,7 +31,7 @@ from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table, WeightDtype
 from serving.errors import ConfigurationError
 from serving.pins import installed
-from serving.request.id_maps import known_of_keys
+from serving.requests.id_maps import known_of_keys
 
 _MOST_INT32_ROWS = 2**31
 

@@ -19,16 +19,16 @@ from serving.lookup.program import DenseProgram
 from serving.lookup.ranks import BatchAnswer, failed_of
 from serving.model.settings import ServingSettings
 from serving.ranks import open_ranks
-from serving.request.accept import accept
-from serving.request.bags import lengths_by_key
-from serving.request.batches import batches_of, outputs_of
-from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
-from serving.request.encoding import Features, decode, encode, encode_rows
-from serving.request.id_maps import IdMaps
-from serving.request.kjt import check_each
-from serving.request.schema import Schema
-from serving.request.sequences import Rows, rows_of
-from serving.request.tensors import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
+from serving.requests.accept import accept
+from serving.requests.batches import batches_of, outputs_of
+from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
+from serving.requests.encoding import Features, decode, encode, encode_rows
+from serving.requests.id_maps import IdMaps
+from serving.requests.kjt import check_each
+from serving.requests.offsets import lengths_by_key
+from serving.requests.schema import Schema
+from serving.requests.sequences import Rows, rows_of
+from serving.requests.types import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
 from serving.router.hosts_config import HostsConfig
 from serving.tables.table_files import TableFiles, WeightsMemory
 
@@ -215,12 +215,12 @@ class Engine(Closing):
         """Look up the embeddings of some features.
 
         Args:
-            features: ids by feature (TorchRec's KJT key), in any form that `serving.request.encoding.encode` takes.
+            features: ids by feature (TorchRec's KJT key), in any form that `serving.requests.encoding.encode` takes.
             once: the features that have one bag, whatever the number of samples: their answers are [1, dim].
 
         Returns:
             {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
-            feature of an EmbeddingCollection a `serving.request.sequences.Rows` instead. Where several
+            feature of an EmbeddingCollection a `serving.requests.sequences.Rows` instead. Where several
             tables read a key, their answers are called `key@table`, as TorchRec calls them.
 
         Raises:
@@ -284,7 +284,7 @@ class Engine(Closing):
         """Answer requests together, with as few TBE calls as they need. One that is refused, is refused alone.
 
         Args:
-            requests: of this engine's schema, as `serving.request.accept.accept` gives them.
+            requests: of this engine's schema, as `serving.requests.accept.accept` gives them.
         """
         return answer(self.schema, requests, self.ranks.answer, self._dense)
 

@@ -27,7 +27,7 @@ from serving.bundle.tables import (
     scales_and_biases_of,
 )
 from serving.reference_ids import remapped, rows_of_known
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
+from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.

@@ -7,7 +7,7 @@ import numpy as np
 
 from serving.bundle.id_maps import IDS, IdMap
 from serving.bundle.tables import Table
-from serving.request.tensors import Ids, Tensors
+from serving.requests.types import Ids, Tensors
 
 _64_BITS = 2**64 - 1
 

@@ -31,7 +31,7 @@ from serving.bundle.signature import signature_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import SMALL, UNREADABLE, locked_file, make_content, put_in_place, read_file
 from serving.model.config_file import CONFIG, parse_config
-from serving.request.captured import WARM_UP
+from serving.requests.captured import WARM_UP
 from serving.tables.pages import HUGE_PAGE
 
 # Called with the name of a file, how many of its bytes are done, and how many there are.

@@ -20,7 +20,7 @@ EXPORT_MAY_IMPORT = {
     "serving.lookup": "a program is loaded and called as serving does it",
     "serving.tables": "weights are mapped as serving does it, and both ask how much memory there is",
     "serving.reference": "the numpy answer that programs are compared with",
-    "serving.request": "a probe is a request, checked and encoded as any other",
+    "serving.requests": "a probe is a request, checked and encoded as any other",
     "serving.delta_store": "deltas are published where servers bring them from",
     "serving.store": "a repository may be in a store, for who publishes and for who serves",
     "serving.model": "a new model gets its config.pbtxt, and [serving] its settings",
@@ -147,7 +147,7 @@ def test_nothing_imports_in_a_circle(name_of: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["serving.client", "serving.request.kjt", "serving.bundle", "serving.server", "serving.__main__"]
+    "module", ["serving.client", "serving.requests.kjt", "serving.bundle", "serving.server", "serving.__main__"]
 )
 def test_a_client_needs_no_torch(module: str) -> None:
     """Even where torch is installed, nothing of it is imported."""

@@ -18,7 +18,7 @@ from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
 from serving.bundle.id_maps import ENTRY_BYTES, IDS, IdMap, buckets_of, entries_of, hashes_of
 from serving.bundle.manifest import Manifest, aligned
-from serving.request.tensors import Ids
+from serving.requests.types import Ids
 
 Numbers = npt.NDArray[np.int64]
 
@@ -94,7 +94,7 @@ class BuiltMaps:
 
     @property
     def known(self) -> dict[str, Ids]:
-        """The known ids of each map by table, as `serving.request.id_maps.IdMaps.known`: int64 [n]."""
+        """The known ids of each map by table, as `serving.requests.id_maps.IdMaps.known`: int64 [n]."""
         return {name: built.entries[built.entries[:, 1] >= 0, 0] for name, (_, built) in self.by_table.items()}
 
     def write(self, directory: Path) -> None:

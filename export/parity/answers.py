@@ -25,11 +25,11 @@ from serving.bundle.tables import Pooling, Table
 from serving.engine import answer
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.id_maps import IdMaps, known_of_keys
-from serving.request.schema import Schema
-from serving.request.tensors import EMBEDDINGS, SEQUENCES, Batch, Outputs, Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.id_maps import IdMaps, known_of_keys
+from serving.requests.schema import Schema
+from serving.requests.types import EMBEDDINGS, SEQUENCES, Batch, Outputs, Tensors
 from serving.tables.table_files import TableFiles
 
 Arguments = tuple[Tensor, Tensor, Tensor | None]

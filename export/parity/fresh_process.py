@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from export.errors import ParityError
-from serving.request.tensors import Outputs, Tensors
+from serving.requests.types import Outputs, Tensors
 
 ANSWERED = "answered"
 

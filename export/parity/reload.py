@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from serving.engine import Engine
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 
 
 def main(bundle: Path, folder: Path) -> None:

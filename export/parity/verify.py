@@ -36,8 +36,8 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files import as_text
 from serving.lookup.program import load_program
 from serving.reference import read_rows
-from serving.request.id_maps import IdMaps, known_of_keys
-from serving.request.tensors import Tensors
+from serving.requests.id_maps import IdMaps, known_of_keys
+from serving.requests.types import Tensors
 
 
 def recorded_parity(bundle: Bundle) -> dict[str, Parity]:

@@ -20,8 +20,8 @@ from serving.bundle.opening import Bundle
 from serving.bundle.scores import DensePart
 from serving.errors import ConfigurationError
 from serving.lookup.program import DenseProgram
-from serving.request.id_maps import known_of_keys
-from serving.request.tensors import Array, Outputs, Tensors
+from serving.requests.id_maps import known_of_keys
+from serving.requests.types import Array, Outputs, Tensors
 
 
 def verify_scores(

@@ -15,7 +15,7 @@ from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_p
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ROUTER, Block, Rank, Shard, ShardingType
 from serving.bundle.tables import OutputDtype, Table, WeightDtype
-from serving.request.captured import PassedOver, read_captured
+from serving.requests.captured import PassedOver, read_captured
 
 # A note says so if ranks hold more than this many times the tables' bytes. The number of tables that it names.
 _COPIES_NOTED = 1.1

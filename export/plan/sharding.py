@@ -14,9 +14,9 @@ from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.request.bags import lengths_by_key
-from serving.request.captured import CapturedRequest, read_captured
-from serving.request.tensors import Lengths
+from serving.requests.captured import CapturedRequest, read_captured
+from serving.requests.offsets import lengths_by_key
+from serving.requests.types import Lengths
 from serving.tables.memory_budget import memory_here
 
 # The average of a feature that no captured request asks for.
@@ -89,7 +89,7 @@ class Sharding:
         types: `auto` (TorchRec's planner chooses), `auto-simple` (see `row_wise_over`), or a sharding type of
             TorchRec; or several of these, among which TorchRec's planner chooses.
         pooling_factors: average number of ids in a bag; or a list, one for each feature that reads the table.
-        traffic: a file of captured requests (`serving.request.captured`). The pooling factors of tables that
+        traffic: a file of captured requests (`serving.requests.captured`). The pooling factors of tables that
             `pooling_factors` leaves out are measured in it.
         min_partition: least width of a block of columns. None: with `auto`, TorchRec's planner decides; otherwise a
             table that is cut by columns gets a block for each rank, or for each host under grid_shard.

@@ -21,9 +21,9 @@ from serving.bundle.scores import DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.files import open_file
-from serving.request.bags import lengths_by_key
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
+from serving.requests.offsets import lengths_by_key
 
 Labels = npt.NDArray[np.bool_]
 _LINE = (

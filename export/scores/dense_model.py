@@ -26,7 +26,7 @@ from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput
 from serving.errors import ConfigurationError
-from serving.request.tensors import Ids, Tensors
+from serving.requests.types import Ids, Tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DensePart, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
-from serving.request.tensors import Ids, Tensors
+from serving.requests.types import Ids, Tensors
 
 
 @dataclass(frozen=True, slots=True)

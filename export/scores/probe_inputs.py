@@ -19,7 +19,7 @@ from export.trained.probe import kjt_of, make_probe
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput, DensePart, InputDtype
-from serving.request.tensors import Ids, Tensors
+from serving.requests.types import Ids, Tensors
 
 ByFeature = Mapping[str, npt.NDArray[Any]]
 

@@ -22,7 +22,7 @@ from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import ANY_INT64, Pooling
-from serving.request.tensors import Ids, Tensors
+from serving.requests.types import Ids, Tensors
 
 _SEED = 20_451
 _SAMPLES = 64

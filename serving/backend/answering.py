@@ -26,9 +26,9 @@ from serving.errors import (
 )
 from serving.lookup.ranks import zeroed_of
 from serving.model.settings import LARGEST_HANDOVER
-from serving.request.accept import accept, check_bundle
-from serving.request.batches import Limits, grouped
-from serving.request.tensors import Array, KjtRequest, Tensors
+from serving.requests.accept import accept, check_bundle
+from serving.requests.batches import Limits, grouped
+from serving.requests.types import Array, KjtRequest, Tensors
 
 # This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
 _MIN_CALLS = 4

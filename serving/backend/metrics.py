@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
-from serving.request.tensors import Checked
+from serving.requests.types import Checked
 
 
 class Metric(Protocol):

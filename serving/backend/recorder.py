@@ -16,8 +16,8 @@ import msgspec
 
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
-from serving.request.captured import LONGEST_LINE, CapturedRequest
-from serving.request.tensors import Tensors
+from serving.requests.captured import LONGEST_LINE, CapturedRequest
+from serving.requests.types import Tensors
 
 # Most requests that wait to be written. Further ones are dropped, so that lookups never wait for a disk.
 _WAITING = 64

@@ -20,7 +20,7 @@ from typing import Any, Self
 from serving.backend.metrics import STAGES
 from serving.engine import Outcome
 from serving.errors import ConfigurationError, ServingError, shown
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.router.calls import HostTime
 from serving.router.host import TRACE
 

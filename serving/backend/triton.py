@@ -41,8 +41,8 @@ from serving.errors import (
 )
 from serving.log import Sampled, about_model
 from serving.model.settings import RECOVERED, ServingSettings, parsed
-from serving.request.captured import WARM_UP, PassedOver, read_captured
-from serving.request.tensors import IDS, Array, Tensors, decode_parameters
+from serving.requests.captured import WARM_UP, PassedOver, read_captured
+from serving.requests.types import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
 from serving.tables.table_files import WeightsMemory
 

@@ -13,11 +13,11 @@ from serving.bundle.scores import DensePart, ScoreDtype
 from serving.bundle.tables import OutputDtype
 from serving.protocol.messages import ModelInferResponse
 from serving.reference import Pooled, pool
-from serving.request.accept import accept
-from serving.request.bags import lengths_by_key
-from serving.request.jagged import jagged_inputs
-from serving.request.schema import Schema
-from serving.request.tensors import Outputs, Tensors
+from serving.requests.accept import accept
+from serving.requests.jagged_inputs import jagged_inputs
+from serving.requests.offsets import lengths_by_key
+from serving.requests.schema import Schema
+from serving.requests.types import Outputs, Tensors
 
 if TYPE_CHECKING:
     from serving.lookup.program import DenseProgram

@@ -14,9 +14,9 @@ from serving.bundle.scores import DenseInput, InputDtype
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.request.bags import once_of, samples_of
-from serving.request.captured import PassedOver, read_captured
-from serving.request.tensors import LOOKED_UP, Array, Ids, Lengths, Tensors
+from serving.requests.captured import PassedOver, read_captured
+from serving.requests.offsets import once_of, samples_of
+from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
 _COUNT = 64

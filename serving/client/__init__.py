@@ -12,7 +12,7 @@ from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
 from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.retries import Retries
-from serving.request.sequences import Rows
+from serving.requests.sequences import Rows
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

@@ -24,9 +24,9 @@ from serving.client.retries import Retries, with_retries
 from serving.closing import AsyncClosing, Closing
 from serving.errors import InternalError, RequestCancelled
 from serving.protocol.messages import unary
-from serving.request.dense import NO_DENSE, DenseFeatures
-from serving.request.encoding import Features
-from serving.request.tensors import Embeddings
+from serving.requests.dense_inputs import NO_DENSE, DenseFeatures
+from serving.requests.encoding import Features
+from serving.requests.types import Embeddings
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from serving.client.serves import info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
 from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
-from serving.request.bags import lengths_by_key, once_of, samples_of
-from serving.request.dense import DenseFeatures, accept_dense, encode_dense
-from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows
-from serving.request.sequences import Rows
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Embeddings, Tensors
+from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
+from serving.requests.encoding import Features, decode, decode_rows, encode, encode_rows
+from serving.requests.offsets import lengths_by_key, once_of, samples_of
+from serving.requests.sequences import Rows
+from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "schema_digest"}
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
-from serving.request.sequences import Rows
-from serving.request.tensors import Embeddings, Outputs, Tensors, encode_parameters
+from serving.requests.sequences import Rows
+from serving.requests.types import Embeddings, Outputs, Tensors, encode_parameters
 
 
 class Answer(dict[str, Any]):

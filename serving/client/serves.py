@@ -21,7 +21,7 @@ from serving.protocol.messages import (
     ServerMetadataRequest,
     unary,
 )
-from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
+from serving.requests.types import EMBEDDINGS, IDS, LOOKED_UP, ONCE
 
 _TYPE_FP16, _TYPE_INT32 = DataType.TYPE_FP16, DataType.TYPE_INT32
 

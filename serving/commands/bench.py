@@ -16,9 +16,9 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import BundleError, ConfigurationError
-from serving.request.captured import PassedOver
-from serving.request.id_maps import IdMaps, known_of_keys
-from serving.request.tensors import Tensors
+from serving.requests.captured import PassedOver
+from serving.requests.id_maps import IdMaps, known_of_keys
+from serving.requests.types import Tensors
 from serving.terminal.app import out
 from serving.terminal.options import EVERY, as_given, by_name, real, shared_options
 from serving.terminal.output import print_json

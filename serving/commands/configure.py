@@ -21,7 +21,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file, read_file, replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.model.settings import NEWEST, ServingSettings, Setting, kind_of, table
-from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
+from serving.requests.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
 from serving.terminal.app import out
 from serving.terminal.options import as_given, by_name, named, shared_options, with_options
 from serving.terminal.output import print_json

@@ -12,7 +12,7 @@ from rich.table import Table
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient, Rows, Scores
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
-from serving.request.tensors import Array, Embeddings
+from serving.requests.types import Array, Embeddings
 from serving.terminal.app import out
 from serving.terminal.output import is_read, lost, print_json
 

@@ -11,7 +11,7 @@ from serving.bundle.opening import Bundle
 from serving.lookup.parallel_lookup import ParallelLookup
 from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, arguments
-from serving.request.tensors import Batch, Embeddings
+from serving.requests.types import Batch, Embeddings
 from serving.tables.table_files import TableFiles
 
 

@@ -22,7 +22,7 @@ from serving.bundle.tables import OutputDtype
 from serving.lookup.buffer_pool import BufferPool
 from serving.lookup.program import torchscript
 from serving.lookup.threads import Threads
-from serving.request.tensors import Batch, Embeddings, Ids
+from serving.requests.types import Batch, Embeddings, Ids
 
 
 class Piece(NamedTuple):

@@ -17,11 +17,11 @@ from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.gemm import prefer_onednn
 from serving.pins import check_pins, mismatch
-from serving.request.bags import joined, place
-from serving.request.jagged import jagged_inputs, sample_bounds, zero_jagged
-from serving.request.schema import Schema
-from serving.request.sequences import rows_of
-from serving.request.tensors import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
+from serving.requests.jagged_inputs import jagged_inputs, sample_bounds, zero_jagged
+from serving.requests.offsets import joined, place
+from serving.requests.schema import Schema
+from serving.requests.sequences import rows_of
+from serving.requests.types import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
 _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from serving.errors import HostUnavailable, ServingError, listed, shown
-from serving.request.tensors import Batch, Embeddings
+from serving.requests.types import Batch, Embeddings
 
 # Most hosts that the error of a request names.
 _MOST_HOSTS = 3

@@ -18,7 +18,7 @@ from serving.errors import ConfigurationError
 from serving.files import read_file, replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
 from serving.protocol.messages import DataType, ModelConfig, ModelInstanceGroup
-from serving.request.tensors import ONCE, SEQUENCES
+from serving.requests.types import ONCE, SEQUENCES
 
 if TYPE_CHECKING:  # clients have no use for cryptography
     from serving.bundle.signature import TrustedKeys

@@ -15,7 +15,7 @@ from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError
 from serving.files import locked_file
 from serving.model.config_file import OURS, Pins, as_json, point_at, read_config, settings_of
-from serving.request.captured import WARM_UP, read_captured
+from serving.requests.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
 from serving.server.launch.private import PrivateFolder
 from serving.triton.control import UNIX, Control

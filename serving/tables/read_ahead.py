@@ -15,8 +15,8 @@ import numpy as np
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
-from serving.request.bags import joined
-from serving.request.tensors import Batch, Ids
+from serving.requests.offsets import joined
+from serving.requests.types import Batch, Ids
 
 
 class _Shard(NamedTuple):

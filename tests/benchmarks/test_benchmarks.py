@@ -13,7 +13,7 @@ from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
 from benchmarks.quietness import Quietness
 from serving.engine import Engine
-from serving.request.tensors import EMBEDDINGS
+from serving.requests.types import EMBEDDINGS
 from tests.support.often import one_in
 
 ROOT = Path(__file__).parents[2]

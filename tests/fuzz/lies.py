@@ -15,9 +15,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServingError
-from serving.request.accept import accept
-from serving.request.encoding import encode
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
+from serving.requests.types import EMBEDDINGS, Tensors
 from serving.router.hosts_config import HostsConfig
 from tests.support.host_faults import EVERY, SPECS, Version, bags, export_version, open_plan
 from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth

@@ -111,16 +111,16 @@ FAULTS = {
     ),
     "a history that comes once counts for one sample": (
         "reads",
-        "jagged._comes_once = lambda request, feature: False",
+        "jagged_inputs._comes_once = lambda request, feature: False",
     ),
     "histories are those of a neighbour": (
         "reads",
-        "inputs = jagged.jagged_inputs; program.jagged_inputs = lambda schema, request, rows, number: "
+        "inputs = jagged_inputs.jagged_inputs; program.jagged_inputs = lambda schema, request, rows, number: "
         "inputs(schema, request, rows, 0)",
     ),
     "ids are seen modulo the rows of their table": (
         "reads",
-        "sent = jagged._sent; jagged._sent = lambda kind, *given: "
+        "sent = jagged_inputs._sent; jagged_inputs._sent = lambda kind, *given: "
         "sent(kind, *given) % 20 if kind is JaggedKind.IDS else sent(kind, *given)",
     ),
     "numbers of ids are those of a neighbour": (
@@ -132,8 +132,8 @@ FAULTS = {
         "reads",
         "rows_at = program._rows_at; program._rows_at = lambda *given: {}",
     ),
-    "ids of one event may be as many as they like": ("reads", "jagged._expect_as_many = lambda *_: None"),
-    "a bag may have any number of ids": ("reads", "jagged._expect_length = lambda *_: None"),
+    "ids of one event may be as many as they like": ("reads", "jagged_inputs._expect_as_many = lambda *_: None"),
+    "a bag may have any number of ids": ("reads", "jagged_inputs._expect_length = lambda *_: None"),
     "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
 }
 FAULTY = """
@@ -144,7 +144,7 @@ from serving import engine
 from serving.backend import TritonPythonModel
 from serving.lookup import program
 from serving.bundle.scores import JaggedKind
-from serving.request import accept, batches, jagged, kjt, schema
+from serving.requests import accept, batches, jagged_inputs, kjt, schema
 """
 
 

@@ -20,8 +20,8 @@ from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
-from serving.request.captured import read_captured
-from serving.request.tensors import Tensors
+from serving.requests.captured import read_captured
+from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until
 from tests.support.models import SUM, collection, flat, random_bags

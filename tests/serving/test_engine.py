@@ -22,9 +22,9 @@ from torchrec import KeyedJaggedTensor
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
-from serving.request.accept import accept
-from serving.request.encoding import encode
-from serving.request.tensors import EMBEDDINGS
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
+from serving.requests.types import EMBEDDINGS
 from tests.support import oracle
 from tests.support.growth import without_collector
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of

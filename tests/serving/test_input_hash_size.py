@@ -23,7 +23,7 @@ from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError, IdsOutside, InternalError, InvalidRequest
-from serving.request.id_maps import IdMaps, known_of_keys
+from serving.requests.id_maps import IdMaps, known_of_keys
 from tests.serving.test_id_maps import FP32
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet

@@ -20,12 +20,12 @@ from serving.errors import InternalError, InvalidRequest
 from serving.lookup import program
 from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
-from serving.request import sequences as sequences_module
-from serving.request.accept import accept
-from serving.request.batches import grouped
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
-from serving.request.tensors import Tensors
+from serving.requests import sequences as sequences_module
+from serving.requests.accept import accept
+from serving.requests.batches import grouped
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
+from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
 from tests.support.histories import (
     INPUTS,

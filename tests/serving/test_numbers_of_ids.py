@@ -21,10 +21,10 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.lookup import program
 from serving.model.settings import ServingSettings
-from serving.request.accept import accept
-from serving.request.captured import read_captured
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.captured import read_captured
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
 from tests.support.candidates import MODULE, NOW, Asked, ask, assert_right, example, expected
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until

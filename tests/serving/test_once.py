@@ -15,7 +15,7 @@ from serving.client import Rows
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Tensors
+from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Tensors
 from tests.support.managed import KEYS, bags_of, managed
 from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
 from tests.support.once import assert_scores, pairs, repeated

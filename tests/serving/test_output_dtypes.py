@@ -21,9 +21,9 @@ from export import Sharding, export_model
 from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
-from serving.request.accept import accept
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
 from tests.support.bundle_reader import Reader
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, fleet

@@ -10,7 +10,7 @@ import torch
 from export import export_model
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from tests.support.models import Spec, collection
 from tests.support.positioned import positioned
 from tests.support.sequences import FP32, ROWS, Mixed, sequences

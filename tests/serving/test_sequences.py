@@ -20,10 +20,10 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
 from serving.reference import pool
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.batches import batches_of, grouped
-from serving.request.tensors import EMBEDDINGS, SEQUENCES, Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.batches import batches_of, grouped
+from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
 from tests.support import oracle
 from tests.support.commands import tbe_export
 from tests.support.models import Spec, collection, flat, random_bags

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from serving.engine import Engine
-from serving.request.tensors import Embeddings
+from serving.requests.types import Embeddings
 from serving.tables.table_files import WeightsMemory
 
 _PATIENCE_S, _SOME = 60.0, 10

@@ -15,8 +15,8 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import ModelNotFound
-from serving.request.accept import check_bundle
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.accept import check_bundle
+from serving.requests.types import EMBEDDINGS, Tensors
 from serving.router.messages import METHOD
 
 # What is sent in place of an answer: messages, and a status at the end. It may end the call through the context.

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from export.parity.fresh_process import FreshProcess
-from serving.request.tensors import Outputs, Tensors
+from serving.requests.types import Outputs, Tensors
 
 _FRESH: dict[str, Any] = {name: vars(FreshProcess)[name] for name in ("__enter__", "__exit__", "outputs")}
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.schema import Schema, Selection
-from serving.request.tensors import Checked, Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.schema import Schema, Selection
+from serving.requests.types import Checked, Tensors
 
 NAMES = ("a", "b", "c")
 

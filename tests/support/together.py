@@ -9,8 +9,8 @@ from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.request.batches import Limits
-from serving.request.tensors import Tensors
+from serving.requests.batches import Limits
+from serving.requests.types import Tensors
 from tests.serving.backend.test_answering import Counter
 
 

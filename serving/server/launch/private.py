@@ -26,7 +26,7 @@ from serving.errors import BundleError, ConfigurationError, TritonserverFailed
 from serving.files import Strict, locked_file, make_content, open_file, read_file, temporary_folder
 from serving.model.config_file import CONFIG, Pins, model_config, model_py, read_config, settings_of
 from serving.model.settings import ServingSettings
-from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
+from serving.requests.captured import MOST_WARM_UP_BYTES, WARM_UP
 
 _PREFIX = "tbe-serve-private-"
 _BLOCK_BYTES = 1 << 20

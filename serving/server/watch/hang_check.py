@@ -12,7 +12,7 @@ from typing import Any
 
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings, parsed
-from serving.request.tensors import LOOKED_UP
+from serving.requests.types import LOOKED_UP
 from serving.router.hosts_config import hosts_of
 from serving.triton.control import Control
 

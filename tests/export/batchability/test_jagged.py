@@ -14,8 +14,8 @@ from torchrec import KeyedJaggedTensor as Keyed
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
-from serving.request.accept import accept
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
 from tests.support.asked import answered, asked, assert_close
 from tests.support.forms_inputs import DIM, ROWS, ids
 from tests.support.scored import EXACT

@@ -18,7 +18,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from export import export_model
 from export.errors import ModelError, ParityError
 from serving.engine import Engine
-from serving.request.encoding import encode
+from serving.requests.encoding import encode
 from tests.support.models import Spec, collection
 from tests.support.scored import EXACT
 from tests.support.together import answers_of

@@ -16,8 +16,8 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from export import export_model
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.request.accept import accept
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
 from tests.support.asked import answered, assert_close
 from tests.support.models import Spec, collection
 from tests.support.scored import EXACT

@@ -16,9 +16,9 @@ from export.errors import ModelError
 from serving.bundle.scores import DensePart
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.request.accept import accept
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
 from tests.support.asked import answered, assert_close
 from tests.support.models import Spec
 from tests.support.scored import EXACT

@@ -12,7 +12,7 @@ from export.plan.report import report_plan
 from export.plan.sharding import captured_pooling
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
-from serving.request.captured import CapturedRequest
+from serving.requests.captured import CapturedRequest
 from tests.support.models import SUM, collection
 
 FEATURES = (

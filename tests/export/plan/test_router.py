@@ -18,7 +18,7 @@ from export.plan.router_plan import router_tables
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ROUTER
 from serving.errors import ConfigurationError
-from serving.request.captured import CapturedRequest
+from serving.requests.captured import CapturedRequest
 from tests.support.models import Spec, collection, int8_table
 
 # INT8: 20 kB, 200 kB, 2 MB. All save alike.

@@ -14,7 +14,7 @@ from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_p
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import IdDtype, Shard
 from serving.bundle.tables import OutputDtype
-from serving.request.captured import CapturedRequest
+from serving.requests.captured import CapturedRequest
 from tests.support.models import Spec, collection
 
 SAMPLES = 10

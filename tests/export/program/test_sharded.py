@@ -16,9 +16,9 @@ from serving.bundle.opening import weights_path
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
 from serving.lookup.program import load_program
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support import oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
 from tests.support.sharded import sharded

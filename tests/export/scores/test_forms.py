@@ -15,9 +15,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, 
 from export import WeightDtype, export_model
 from export.errors import ModelError
 from serving.engine import Engine
-from serving.request.accept import accept
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
 from tests.support.asked import Numbers, answered, asked, assert_close, column_of
 from tests.support.forms import call, example_of, forms, module_of
 from tests.support.forms_of_keys import ORDER

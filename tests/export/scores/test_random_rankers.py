@@ -15,9 +15,9 @@ from serving.bundle.scores import DensePart
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.lookup import program
-from serving.request.accept import accept
-from serving.request.dense import encode_dense
-from serving.request.encoding import encode
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
 from tests.support.asked import answered
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.often import one_in

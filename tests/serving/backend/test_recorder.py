@@ -20,8 +20,8 @@ from serving.client import LookupClient
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.model.config_file import as_json, read_config
 from serving.model.settings import ServingSettings
-from serving.request.captured import PassedOver, read_captured
-from serving.request.tensors import Tensors
+from serving.requests.captured import PassedOver, read_captured
+from serving.requests.types import Tensors
 from serving.server import run_server
 from serving.server.watch.hang_check import HangCheck
 from tests.support.models import exported
@@ -164,7 +164,7 @@ import queue, sys
 from pathlib import Path
 import numpy as np
 from serving.backend.recorder import Recorder
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 
 folder = Path(sys.argv[1])
 said = queue.SimpleQueue()

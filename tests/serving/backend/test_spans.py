@@ -20,7 +20,7 @@ from serving.backend.spans import Spans
 from serving.client import LookupClient
 from serving.client.connection import Connection
 from serving.errors import InvalidRequest
-from serving.request.tensors import Tensors
+from serving.requests.types import Tensors
 from serving.router.calls import HostTime
 from serving.router.host import TRACE
 from tests.support.hosts import MODEL, export_hosts

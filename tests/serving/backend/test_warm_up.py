@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, export_model
-from serving.request.captured import CapturedRequest
-from serving.request.tensors import Tensors
+from serving.requests.captured import CapturedRequest
+from serving.requests.types import Tensors
 from serving.server import run_server
 from tests.support.models import exported
 from tests.support.ranker import ranker

@@ -17,8 +17,8 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
-from serving.request.captured import CapturedRequest, read_captured
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.captured import CapturedRequest, read_captured
+from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support.models import MIXED, collection
 from tests.support.often import one_in
 from tests.support.ranker import ranker

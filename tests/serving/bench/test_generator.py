@@ -21,7 +21,7 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.tables import DefaultRow
 from serving.engine import Engine
 from serving.reference import pool
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support import oracle
 from tests.support.models import MIXED, collection
 

@@ -16,7 +16,7 @@ from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
 from serving.bundle.opening import open_bundle, verify_digests
 from serving.engine import Engine
 from serving.errors import BundleError
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support.json_edits import edits
 from tests.support.models import MIXED, collection
 

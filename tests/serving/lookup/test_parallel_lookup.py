@@ -17,9 +17,9 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.lookup import parallel_lookup
 from serving.lookup.threads import Threads
-from serving.request.accept import accept
-from serving.request.encoding import encode
-from serving.request.sequences import Rows
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
+from serving.requests.sequences import Rows
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
 from tests.support.often import one_in
 from tests.support.positioned import LONGEST, positioned

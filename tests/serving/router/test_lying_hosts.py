@@ -16,9 +16,9 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import HostUnavailable
-from serving.request.accept import accept
-from serving.request.encoding import encode
-from serving.request.tensors import EMBEDDINGS
+from serving.requests.accept import accept
+from serving.requests.encoding import encode
+from serving.requests.types import EMBEDDINGS
 from serving.router.hosts_config import HostsConfig
 from tests.support.host_faults import SPECS, Version, bags, export_version, open_plan
 from tests.support.hosts import edit_manifest

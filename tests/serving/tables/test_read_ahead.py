@@ -10,11 +10,11 @@ import pytest
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.bundle import open_bundle
 from serving.engine import Engine
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.batches import batches_of
-from serving.request.encoding import encode
-from serving.request.tensors import Batch
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.batches import batches_of
+from serving.requests.encoding import encode
+from serving.requests.types import Batch
 from serving.tables import memory_budget
 from serving.tables.pages import cached
 from serving.tables.read_ahead import ReadAhead

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 from export import export_model
 from serving.client import LookupClient
-from serving.request.tensors import Array
+from serving.requests.types import Array
 from tests.support.host_faults import until
 from tests.support.models import SUM, collection
 from tests.support.servers import (

@@ -11,7 +11,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DensePart, JaggedKind
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
-from serving.request.id_maps import IdMaps
+from serving.requests.id_maps import IdMaps
 
 # Most requests that name features name the same ones. Selections are kept for so many different lists of names.
 _KEPT_SELECTIONS = 1024

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.model.settings import ServingSettings
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.batches import grouped
-from serving.request.schema import Schema
-from serving.request.tensors import Batch, Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.batches import grouped
+from serving.requests.schema import Schema
+from serving.requests.types import Batch, Tensors
 from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, schema, tensors
 
 

@@ -8,7 +8,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from serving.errors import InvalidRequest
-from serving.request.encoding import decode, encode
+from serving.requests.encoding import decode, encode
 
 MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
 LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, joined, offsets_of, place_of
-from serving.request.tensors import Ids, KjtRequest, Lengths, Weights
+from serving.requests.offsets import bag_bounds, joined, offsets_of, place_of
+from serving.requests.types import Ids, KjtRequest, Lengths, Weights
 
 
 def positions_in_bags(lengths: Lengths, offsets: Ids) -> Ids:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest
-from serving.request.tensors import SEQUENCES, Embeddings, Ids, Lengths, Tensors, Weights
+from serving.requests.types import SEQUENCES, Embeddings, Ids, Lengths, Tensors, Weights
 
 
 @runtime_checkable

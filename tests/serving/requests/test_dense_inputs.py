@@ -8,7 +8,7 @@ import torch
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest
-from serving.request.dense import accept_dense, encode_dense
+from serving.requests.dense_inputs import accept_dense, encode_dense
 
 LAST = 2**24
 PRICE = DenseInput("price", (1,))

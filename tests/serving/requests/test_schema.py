@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from serving.errors import InvalidRequest
-from serving.request.schema import Schema, Selection
+from serving.requests.schema import Schema, Selection
 from tests.support.growth import without_collector
 from tests.support.requests import NAMES, schema
 

@@ -14,11 +14,11 @@ from typing import Protocol
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, place
-from serving.request.kjt import merge, split
-from serving.request.schema import Schema
-from serving.request.sequences import one_batch, row_batches, rows_of
-from serving.request.tensors import (
+from serving.requests.kjt import merge, split
+from serving.requests.offsets import bag_bounds, bounds_of, joined, offsets_of, place
+from serving.requests.schema import Schema
+from serving.requests.sequences import one_batch, row_batches, rows_of
+from serving.requests.types import (
     EMBEDDINGS,
     ONCE,
     SEQUENCES,

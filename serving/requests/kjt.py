@@ -9,7 +9,7 @@ together take each step together, so that the cost of a numpy call is paid once 
                             ▲             │ some request is wrong
                             └─────────────┴─ apply_id_policies to each: it is changed, or refused
 
-    accept              The tensors of one request have the right dtypes, shapes and sizes (`serving.request.accept`).
+    accept              The tensors of one request have the right dtypes, shapes, sizes (`serving.requests.accept`).
     check               The lengths and ids of all requests are right. Raw ids become row numbers here, policy
                         `modulo` is applied, and position weights are made.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
@@ -30,7 +30,8 @@ import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
 from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason, ServingError
-from serving.request.bags import (
+from serving.requests.id_maps import IdMaps
+from serving.requests.offsets import (
     are_alike,
     bag_bounds,
     features_first,
@@ -41,10 +42,9 @@ from serving.request.bags import (
     ranges,
     segment_bounds,
 )
-from serving.request.id_maps import IdMaps
-from serving.request.positions import expect_short_bags, positions_of, weights_by_position
-from serving.request.schema import Schema, Selection
-from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
+from serving.requests.position_weights import expect_short_bags, positions_of, weights_by_position
+from serving.requests.schema import Schema, Selection
+from serving.requests.types import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
 
 _UINT64 = np.dtype(np.uint64)
 _ANY = np.uint64(2**64 - 1)

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.schema import listed, shortened
-from serving.request.tensors import Ids, KjtRequest, Lengths, Mask, Tensors
+from serving.requests.schema import listed, shortened
+from serving.requests.types import Ids, KjtRequest, Lengths, Mask, Tensors
 
 _UINT32 = np.dtype(np.uint32)
 # What `cumsum` calls by way of a Python function, which takes as long again for a small request.

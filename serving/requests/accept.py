@@ -9,12 +9,12 @@ import numpy.typing as npt
 
 from serving.bundle.opening import Bundle
 from serving.errors import InvalidRequest, ModelNotFound, Reason
-from serving.request.bags import bag_bounds, id_bounds, once_of, ranges, samples_of
-from serving.request.batches import Limits, check_sequences, check_size
-from serving.request.dense import accept_dense
-from serving.request.jagged import accept_jagged
-from serving.request.schema import Schema, Selection
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
+from serving.requests.batches import Limits, check_sequences, check_size
+from serving.requests.dense_inputs import accept_dense
+from serving.requests.jagged_inputs import accept_jagged
+from serving.requests.offsets import bag_bounds, id_bounds, once_of, ranges, samples_of
+from serving.requests.schema import Schema, Selection
+from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 

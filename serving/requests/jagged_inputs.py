@@ -14,9 +14,9 @@ import numpy as np
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import JaggedKind
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, id_bounds, offsets_of
-from serving.request.schema import Schema
-from serving.request.tensors import Array, Embeddings, KjtRequest, Lengths
+from serving.requests.offsets import bag_bounds, id_bounds, offsets_of
+from serving.requests.schema import Schema
+from serving.requests.types import Array, Embeddings, KjtRequest, Lengths
 
 # [n, dim] by number of the request, and position of the feature in the schema.
 RowsOfAll = Mapping[tuple[int, int], Embeddings]

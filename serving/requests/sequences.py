@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from serving.request.bags import bounds_of, joined, offsets_of, place
-from serving.request.schema import Schema
-from serving.request.tensors import (
+from serving.requests.offsets import bounds_of, joined, offsets_of, place
+from serving.requests.schema import Schema
+from serving.requests.types import (
     SEQUENCES,
     Batch,
     Checked,

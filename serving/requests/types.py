@@ -1,4 +1,4 @@
-"""Requests as arrays: a class for each step of their way through `serving.request.kjt`; and their parameters."""
+"""Requests as arrays: a class for each step of their way through `serving.requests.kjt`; and their parameters."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.schema import Selection
+from serving.requests.schema import Selection
 
 # What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
 _NONE = ("{}", "")

@@ -13,7 +13,7 @@ from serving.client import LookupClient
 from serving.commands.status import ask_every_table
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.requests.types import EMBEDDINGS, Tensors
 from serving.server import Ports, run_server
 
 KEYS = ["x", "y", "z"]

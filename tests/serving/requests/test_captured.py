@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from serving.errors import ConfigurationError
-from serving.request import captured as captured_module
-from serving.request.captured import CapturedRequest, PassedOver, read_captured
-from serving.request.tensors import Tensors
+from serving.requests import captured as captured_module
+from serving.requests.captured import CapturedRequest, PassedOver, read_captured
+from serving.requests.types import Tensors
 
 GOOD = '{"at": "", "why": "", "values": [1], "lengths": [1]}'
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
-from serving.request.encoding import array_of, has_boolean
-from serving.request.schema import shortened
-from serving.request.tensors import Array, Dense, Lengths
+from serving.requests.encoding import array_of, has_boolean
+from serving.requests.schema import shortened
+from serving.requests.types import Array, Dense, Lengths
 
 # By the name of the input, [B, *shape]; of one with a row for each id, [n, *shape], or the rows of each bag.
 DenseFeatures = Mapping[str, npt.ArrayLike]

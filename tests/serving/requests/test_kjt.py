@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.schema import Schema
-from serving.request.tensors import Tensors
+from serving.requests import kjt
+from serving.requests.accept import accept
+from serving.requests.schema import Schema
+from serving.requests.types import Tensors
 from tests.support.requests import NAMES, ROWS, checked, ints, lens, requests, schema, tensors
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, open_file
-from serving.request.tensors import LOOKED_UP, Array, Tensors
+from serving.requests.types import LOOKED_UP, Array, Tensors
 
 # The file beside config.pbtxt whose requests are answered before a model is ready.
 # `tbe-serve configure --warm-up` makes it.
