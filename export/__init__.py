@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from export.plan.sharding import Sharding
     from export.publish.changes import publish_changes
     from export.publish.delta import publish_delta, squash
+    from export.publish.delta_stream import stream_deltas
     from export.publish.push import staged
-    from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
     from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
@@ -35,11 +35,11 @@ __all__ = [
     "export_hosts",
     "export_model",
     "export_next",
-    "follow",
     "publish_changes",
     "publish_delta",
     "squash",
     "staged",
+    "stream_deltas",
 ]
 
 # Where each of them is. It is imported when it is first asked for: torch takes seconds, and commands that need
@@ -59,11 +59,11 @@ _HOMES = {
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",
     "export_next": "export.next_version",
-    "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",
     "squash": "export.publish.delta",
     "staged": "export.publish.push",
+    "stream_deltas": "export.publish.delta_stream",
 }
 
 

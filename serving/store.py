@@ -12,9 +12,8 @@ import itertools
 import os
 import re
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from serving.bundle.signature import signature_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import SMALL, UNREADABLE, locked_file, make_content, put_in_place, read_file
 from serving.model.config_file import CONFIG, parse_config
+from serving.ordered_map import map_in_order
 from serving.requests.captured import WARM_UP
 from serving.tables.pages import HUGE_PAGE
 
@@ -172,7 +172,7 @@ class Store:
                     sha256.update(part)
                 began_at = done = file.tell()
                 starts = range(done, expected.size_bytes, _PART_BYTES)
-                for part in _in_order(pool, partial(self._part, name, expected), starts):
+                for part in map_in_order(pool, partial(self._part, name, expected), starts, ahead=_PARTS - 1):
                     file.write(part)
                     sha256.update(part)
                     done += len(part)
@@ -250,7 +250,7 @@ class Store:
         sha256 = hashlib.sha256()
         with ThreadPoolExecutor(_PARTS) as pool:
             starts = range(0, expected.size_bytes, _PART_BYTES)
-            for part in _in_order(pool, partial(self._part, name, expected), starts):
+            for part in map_in_order(pool, partial(self._part, name, expected), starts, ahead=_PARTS - 1):
                 sha256.update(part)
         check_sha256(f"{self.url}/{name}", sha256.hexdigest(), expected)
 
@@ -315,17 +315,6 @@ def versions_in(names: Iterable[str], mark: str = MANIFEST) -> dict[str, tuple[i
         if version is not None and version[3] == mark and is_model_name(version[1]):
             found.setdefault(version[1], []).append(int(version[2]))
     return {model: tuple(sorted(numbers)) for model, numbers in sorted(found.items())}
-
-
-def _in_order(pool: ThreadPoolExecutor, read: Callable[[int], bytes], starts: range) -> Iterator[bytes]:
-    """The parts of a file in their order, some of them read ahead."""
-    ahead: deque[Future[bytes]] = deque()
-    for start in starts:
-        ahead.append(pool.submit(read, start))
-        if len(ahead) == _PARTS:
-            yield ahead.popleft().result()
-    while ahead:
-        yield ahead.popleft().result()
 
 
 def release_names(model: str) -> tuple[str, str]:

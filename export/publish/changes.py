@@ -13,7 +13,7 @@ from export.publish.lineage import Lineage, PublishedDelta
 from export.trained.checkpoint import WeightSource, blocks
 from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Rows
+from serving.bundle.delta import ChangedRows
 from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
@@ -70,7 +70,7 @@ def publish_changes(
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint, checkpoint_prefix)
     current = stored_rows(lineage)
-    stored: dict[str, Rows] = {}
+    stored: dict[str, ChangedRows] = {}
     notes: list[str] = []
     for table in trained.tables:
         weights.check(table)
@@ -79,7 +79,7 @@ def publish_changes(
             _differing(current, tables[table.name], start, rows, quantizer) for start, rows in blocks(table, weights)
         ]
         notes += quantizer.notes()
-        differing = Rows.joined(found)
+        differing = ChangedRows.joined(found)
         if differing.ids.size:
             check_takes(tables[table.name])
             stored[table.name] = differing
@@ -95,7 +95,7 @@ class StoredRows:
         changed: these rows, by table.
     """
 
-    def __init__(self, bundle: Bundle, changed: Mapping[str, Rows] = MappingProxyType({})) -> None:
+    def __init__(self, bundle: Bundle, changed: Mapping[str, ChangedRows] = MappingProxyType({})) -> None:
         self._bundle, self._changed = bundle, changed
 
     def rows(self, table: Table, start: int, stop: int) -> Bytes:
@@ -159,12 +159,12 @@ def stored_rows(lineage: Lineage, until: int | None = None) -> StoredRows:
     return _RouterRows(lineage, until) if bundle.manifest.hosts else StoredRows(bundle, _changed_rows(lineage, until))
 
 
-def _changed_rows(lineage: Lineage, until: int | None) -> Mapping[str, Rows]:
+def _changed_rows(lineage: Lineage, until: int | None) -> Mapping[str, ChangedRows]:
     changed = squashed_deltas(lineage, until)
     return {} if changed is None else changed.tables
 
 
-def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Rows]:
+def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, ChangedRows]:
     """The rows of an export that are stored otherwise in a version and its deltas.
 
     Args:
@@ -197,16 +197,18 @@ def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Row
             stop = min(start + _BLOCK_ROWS, table.rows)
             rows = new.rows(table, start, stop)
             differ = (rows != old.rows(before[name], start, stop)).any(axis=1)
-            parts.append(Rows(start + np.flatnonzero(differ), rows[differ]))
-        differing = Rows.joined(parts)
+            parts.append(ChangedRows(start + np.flatnonzero(differ), rows[differ]))
+        differing = ChangedRows.joined(parts)
         if differing.ids.size:
             found[name] = differing
     return found
 
 
-def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, quantizer: Quantizer) -> Rows:
+def _differing(
+    current: StoredRows, table: Table, start: int, rows: torch.Tensor, quantizer: Quantizer
+) -> ChangedRows:
     """Those of some consecutive rows that are stored otherwise by now."""
     ids = np.arange(start, start + len(rows))
     stored = quantizer.quantized(ids, rows)
     differ = (stored != current.rows(table, start, start + len(rows))).any(axis=1)
-    return Rows(ids[differ], stored[differ])
+    return ChangedRows(ids[differ], stored[differ])

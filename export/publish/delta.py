@@ -16,7 +16,7 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import CoarseRows, TableError
-from serving.bundle.delta import IDS, ROWS, Delta, Rows, open_delta, tables_in
+from serving.bundle.delta import IDS, ROWS, ChangedRows, Delta, open_delta, tables_in
 from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached, steps_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
@@ -129,7 +129,7 @@ def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: Trusted
 
     No more than about twice as many rows are in memory.
     """
-    changed: dict[str, list[Rows]] = {}
+    changed: dict[str, list[ChangedRows]] = {}
     more: Counter[str] = Counter()  # rows behind the first part of a table
     delta = None
     for delta in deltas_of(lineage, until, trusted):
@@ -199,13 +199,13 @@ def squash(
 
 def _stored(
     manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]
-) -> tuple[dict[str, Rows], tuple[str, ...]]:
+) -> tuple[dict[str, ChangedRows], tuple[str, ...]]:
     """The rows as they are stored, and what to note of them."""
     tables = {table.name: table for table in manifest.tables}
     if unknown := (changed.keys() | max_error.keys()) - tables.keys():
         raise ConfigurationError(f"table {min(unknown)!r}: expected one of the model's, {', '.join(tables)}")
     check_limits(max_error)
-    found: dict[str, Rows] = {}
+    found: dict[str, ChangedRows] = {}
     notes: list[str] = []
     for name, (ids, rows) in changed.items():
         check_takes(tables[name])
@@ -214,7 +214,7 @@ def _stored(
             quantizer = Quantizer(manifest, tables[name], max_error.get(name))
             blocks = (slice(start, start + _BLOCK_ROWS) for start in range(0, len(numbers), _BLOCK_ROWS))
             parts = [quantizer.quantized(numbers[block], floats[block]) for block in blocks]
-            found[name] = Rows(numbers, np.concatenate(parts))
+            found[name] = ChangedRows(numbers, np.concatenate(parts))
             notes += quantizer.notes()
     return found, tuple(notes)
 
@@ -324,8 +324,8 @@ class Quantizer:
             yield f"table {self._table.name!r}: {note}"
 
 
-def _last_of_each(changed: Sequence[Rows]) -> Rows:
+def _last_of_each(changed: Sequence[ChangedRows]) -> ChangedRows:
     """Each row once, as it is in the last of some deltas that has it."""
-    ids, rows = Rows.joined(changed)
+    ids, rows = ChangedRows.joined(changed)
     each_once, first = np.unique(ids[::-1], return_index=True)
-    return Rows(each_once, rows[::-1][first])
+    return ChangedRows(each_once, rows[::-1][first])

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from export.errors import PublishError
-from serving.bundle.delta import FORMAT, IDS, NO_SHA256, ROWS, Delta, Rows, sha256_text
+from serving.bundle.delta import FORMAT, IDS, NO_SHA256, ROWS, ChangedRows, Delta, sha256_text
 from serving.bundle.lineage import (
     MOST_DELTAS,
     Step,
@@ -96,7 +96,7 @@ class LineageFolder(NamedTuple):
             raise PublishError(f"{self.path}: no number is left: export a new version")
         return newest
 
-    def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
+    def write(self, sequence: int, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> Path | None:
         """Write a delta, as a whole or not at all.
 
         Args:
@@ -125,7 +125,7 @@ class LineageFolder(NamedTuple):
         return self._write(delta_path(self.path, *step), said, squashed.tables, key)
 
     def _write(
-        self, path: Path, said: dict[str, str], stored: Mapping[str, Rows], key: Ed25519PrivateKey | None
+        self, path: Path, said: dict[str, str], stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None
     ) -> Path | None:
         content = _content(stored, {"format": FORMAT, "lineage": self.lineage} | said)
         signature = None if key is None else delta_signature(path, content)
@@ -161,7 +161,7 @@ class LineageFolder(NamedTuple):
             os.close(descriptor)
 
 
-def _content(stored: Mapping[str, Rows], said: Mapping[str, str]) -> bytes:
+def _content(stored: Mapping[str, ChangedRows], said: Mapping[str, str]) -> bytes:
     """The file of a delta, see `serving.bundle.delta`; `said` are its metadata but `sha256`."""
     tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
     tensors |= {name + ROWS: each.rows for name, each in stored.items()}
@@ -170,13 +170,13 @@ def _content(stored: Mapping[str, Rows], said: Mapping[str, str]) -> bytes:
     return content.replace(sha256_text(NO_SHA256), sha256_text(digest), 1)
 
 
-def own_rows(router: Manifest, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+def own_rows(router: Manifest, stored: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
     """What the router's own rank has of some rows: whole rows of the tables that it has a shard of."""
     own = {shard.table for shard in router.plan.shards if router.plan.ranks[shard.rank].weights_file is not None}
     return {table: rows for table, rows in stored.items() if table in own}
 
 
-def host_rows(router: Manifest, host: int, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+def host_rows(router: Manifest, host: int, stored: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
     """What a host has of some rows, by the tables of its bundle: each is a shard of one of the router's.
 
     Args:
@@ -193,7 +193,7 @@ def host_rows(router: Manifest, host: int, stored: Mapping[str, Rows]) -> dict[s
         low, high = np.searchsorted(rows.ids, shard.rows)
         if low < high:
             columns = tables[shard.table].shard_columns(rows.rows[low:high], shard)
-            found[segment.table] = Rows(rows.ids[low:high] - shard.rows[0], columns)
+            found[segment.table] = ChangedRows(rows.ids[low:high] - shard.rows[0], columns)
     return found
 
 
@@ -256,7 +256,7 @@ class Lineage:
         model, since = self.bundle.path.parent.name, self.bundle.manifest.sequence
         return LineageFolder(self.deltas, model, self.name, since, self.store)
 
-    def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
+    def publish(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> PublishedDelta:
         """Write stored rows as the next delta: of a router, one for each host, and then its own.
 
         Raises:
@@ -283,13 +283,13 @@ class Lineage:
                 f"{self.folder.path}: cannot be written: {error.strerror}: name another {other}"
             ) from error
 
-    def _publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+    def _publish(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> Path:
         sequence = self.folder.newest + 1
         while (path := self.folder.write(sequence, stored, key)) is None:
             sequence += 1
         return path
 
-    def _publish_parts(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+    def _publish_parts(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> Path:
         """Write a delta for each host and one for the router, under one number. Returns the path of the router's.
 
         One that lacks a number before, because a writer was killed, gets an empty delta in its place.

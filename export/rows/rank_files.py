@@ -3,14 +3,14 @@
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from export.trained.tables import TrainedTable
 from serving.bundle.manifest import FileDigest, Manifest
 from serving.bundle.plan import Shard, row_blocks
 from serving.bundle.tables import Bytes, Floats, Table
+from serving.ordered_map import map_in_order
 
 _READ_BYTES = 1 << 18  # stays in a core's cache between being read and hashed
 
@@ -153,9 +154,6 @@ def _write(file: int, rows: Bytes, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 # A thread holds a block and a few copies of it, about 30 MB. The disk is the limit long before this many.
 _MOST_THREADS = 8
 
@@ -213,7 +211,7 @@ def store_rows(
         store = partial(_store_block, files, weights, _scratches(trained, cores))
         blocks = _blocks(trained, manifest.tables, shards)
         errors: dict[str, TableError] = {}
-        for block, found in _in_order(pool, store, blocks, ahead=2 * cores):
+        for block, found in map_in_order(pool, store, blocks, ahead=2 * cores):
             error = errors.setdefault(block.trained.name, TableError(found.dtype))
             error.join(found)
             yield StoredRows(block.trained.name, block.stop, error, found.tally.elements)
@@ -273,14 +271,3 @@ def _store_block(
     finally:
         free.put(scratch)  # else another thread waits for it
     return block, error
-
-
-def _in_order(pool: ThreadPoolExecutor, function: Callable[[T], R], items: Iterable[T], *, ahead: int) -> Iterator[R]:
-    """`pool.map` in bounded memory: at most `ahead` results wait to be taken."""
-    waiting: deque[Future[R]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()

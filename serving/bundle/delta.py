@@ -76,14 +76,14 @@ def read_delta(path: Path, manifest: Manifest) -> bytes:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-class Rows(NamedTuple):
+class ChangedRows(NamedTuple):
     """Changed rows of a table: `ids` int64 [n], sorted, each once; `rows` uint8 [n, row bytes]."""
 
     ids: npt.NDArray[np.int64]
     rows: Bytes
 
     @classmethod
-    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+    def joined(cls, parts: Sequence["ChangedRows"]) -> "ChangedRows":
         """Rows of a table, one part behind the other."""
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.rows for part in parts]))
 
@@ -101,7 +101,7 @@ class Delta(NamedTuple):
 
     sequence: int
     written_at: float
-    tables: Mapping[str, Rows]
+    tables: Mapping[str, ChangedRows]
     digest: str
     last_digest: str
 
@@ -163,7 +163,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
         )
     if unknown := names - tables.keys():
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
-    changed = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
+    changed = {name: ChangedRows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
     for name, rows in changed.items():
         if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
@@ -267,7 +267,7 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
     return arrays
 
 
-def _problem_of(changed: Rows, table: Table) -> str | None:
+def _problem_of(changed: ChangedRows, table: Table) -> str | None:
     """What is wrong with changed rows of a table. None: nothing is."""
     ids, rows = changed
     if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != (len(ids), table.row_bytes):

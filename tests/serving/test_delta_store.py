@@ -34,7 +34,7 @@ from export.errors import PublishError
 from export.publish.lineage import Lineage
 from export.publish.published import prune_squashed
 from export.publish.push import push
-from serving.bundle.delta import Rows
+from serving.bundle.delta import ChangedRows
 from serving.bundle.lineage import Step, delta_path, lineage_of, steps_in
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
@@ -119,7 +119,7 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
 
     def publish_ten(number: int) -> list[int]:
         own = Lineage(opened, name, stores[number].folder, stores[number])
-        rows = Rows(np.array([number]), np.full((1, DIM), number, np.float32).view(np.uint8))
+        rows = ChangedRows(np.array([number]), np.full((1, DIM), number, np.float32).view(np.uint8))
         return [own.publish({"t": rows}, None).sequence for _ in range(10)]
 
     with ThreadPoolExecutor(3) as pool:

@@ -20,7 +20,7 @@ from torchrec import EmbeddingBagCollection
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
 from export.publish.changes import StoredRows
 from export.publish.lineage import Lineage
-from serving.bundle.delta import Rows
+from serving.bundle.delta import ChangedRows
 from serving.bundle.lineage import deltas_folder
 from serving.log import LogFormat, close_log, server_log
 from serving.model.settings import ServingSettings
@@ -88,7 +88,7 @@ def changing_nothing(bundle: Path) -> Iterator[None]:
                 name = random.choice(sorted(stored))
                 most = min(len(stored[name]), _MOST_ROWS)
                 ids = np.sort(random.choice(len(stored[name]), random.integers(1, most + 1), replace=False))
-                lineage.publish({name: Rows(ids, stored[name][ids])}, None)
+                lineage.publish({name: ChangedRows(ids, stored[name][ids])}, None)
         except Exception as error:
             failed.append(error)
 

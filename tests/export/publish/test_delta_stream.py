@@ -17,15 +17,15 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from export import export_model, follow
+from export import export_model, stream_deltas
 from export.errors import PublishError
 from serving.bundle import open_bundle
 from serving.bundle.lineage import delta_path, deltas_folder, lineage_of
 from serving.errors import ConfigurationError
 from tests.support.deltas import listed
-from tests.support.followed_training import SPECS, Model
 from tests.support.managed import dealt
 from tests.support.models import Spec, collection
+from tests.support.streamed_training import SPECS, Model
 from tests.support.two_processes import run_module
 
 
@@ -38,7 +38,7 @@ def rows_of(checkpoint: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 def test_the_rows_of_a_training_in_two_processes_are_published_as_they_change(tmp_path: Path) -> None:
     """Cut in all ways, by optimizers that change what was looked up and by one that changes all."""
-    run_module("tests.support.followed_training", str(tmp_path))
+    run_module("tests.support.streamed_training", str(tmp_path))
     before, after = rows_of(tmp_path / "before"), rows_of(tmp_path / "after")
     folder = deltas_folder(tmp_path / "r") / "m" / lineage_of(open_bundle(tmp_path / "r" / "m" / "1").digest)
     numbers = listed(folder)
@@ -99,29 +99,32 @@ def test_what_was_looked_up_and_learned_from_is_published_but_for_an_error(tmp_p
     folder /= lineage_of(open_bundle(export_model(module.rows, tmp_path / "r", "m")).digest)
     dmp = trained(module)
     early, late, evaluated = ids(3, 5, 3), ids(7), ids(9)
-    with follow(dmp, tmp_path / "r", "m", every_s=1e-6) as following:
+    with stream_deltas(dmp, tmp_path / "r", "m", every_s=1e-6) as stream:
         coming = dmp(late)  # as a pipeline does, which looks up before the step before
         with torch.no_grad():
             dmp(evaluated)
         dmp(early).backward()
-        following.step()
+        stream.step()
         coming.backward()
         export_model(Rows().rows, tmp_path / "r", "m", version=2)  # follows nobody
     found = [load(delta_path(folder, number).read_bytes())["t/ids"].tolist() for number in listed(folder)]
     assert found == [[3, 5], [7]]
-    assert following.published is not None
-    assert following.published.version == 1
+    assert stream.published is not None
+    assert stream.published.version == 1
     dmp(early).backward()
-    with suppress(ZeroDivisionError), follow(dmp, tmp_path / "r", "m", version=1):
+    with suppress(ZeroDivisionError), stream_deltas(dmp, tmp_path / "r", "m", version=1):
         dmp(early).backward()
         raise ZeroDivisionError
     assert listed(folder) == [1, 2]
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_module_that_cannot_be_followed_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_streamed_is_refused_by_name(tmp_path: Path) -> None:
     def refusal(dmp: Any, model: str, **options: Any) -> str:
-        with pytest.raises((ConfigurationError, PublishError)) as refused, follow(dmp, tmp_path, model, **options):
+        with (
+            pytest.raises((ConfigurationError, PublishError)) as refused,
+            stream_deltas(dmp, tmp_path, model, **options),
+        ):
             pass
         return str(refused.value)
 

@@ -1,6 +1,6 @@
 """Train on two gloo processes, and publish what changes: all kinds of shards, kernels and optimizers.
 
-Usage: python -m tests.support.followed_training FOLDER
+Usage: python -m tests.support.streamed_training FOLDER
 
 FOLDER/before and FOLDER/after are checkpoints, FOLDER/r the repository. The last step is a bad one, of which an error
 comes in both processes.
@@ -28,7 +28,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from export import ExportConfig, WeightDtype, export_model, follow
+from export import ExportConfig, WeightDtype, export_model, stream_deltas
 from export.errors import QuantizeError
 from tests.support.models import Spec, collection, flat, random_bags
 from tests.support.two_processes import WORLD_SIZE, process_group, spawn_both
@@ -70,12 +70,12 @@ def train(rank: int, folder: str, meeting: str) -> None:
         if rank == 0:
             export_model(Model(), repository, "m", CONFIG, checkpoint=Path(folder) / "before")
         random = np.random.default_rng(rank)
-        with follow(dmp, repository, "m", every_s=1e-6) as following:
+        with stream_deltas(dmp, repository, "m", every_s=1e-6) as stream:
             for step in range(STEPS):
                 _learn(dmp, dense, random)
                 if step % 2:  # what is left of the last step is published at the end
-                    following.step()
-                assert (following.published is not None) == (rank == 0 and step > 0)
+                    stream.step()
+                assert (stream.published is not None) == (rank == 0 and step > 0)
             _learn(dmp, dense, random)
         _save(dmp, folder, "after")
         _expect_an_error_everywhere(dmp, repository)
@@ -131,13 +131,13 @@ def _learn(dmp: DistributedModelParallel, dense: torch.optim.Optimizer, random: 
 def _expect_an_error_everywhere(dmp: DistributedModelParallel, repository: Path) -> None:
     """A row becomes NaN, and one process finds out: both are told. When it is as before, nothing is published."""
     rows = next(each for name, each in dmp.named_parameters() if "everywhere" in name)
-    with follow(dmp, repository, "m") as following, torch.no_grad():
+    with stream_deltas(dmp, repository, "m") as stream, torch.no_grad():
         kept = rows[:1].clone()
         rows[:1] = torch.nan
         with pytest.raises(QuantizeError, match="table 'everywhere': row 0"):
-            following.publish()
+            stream.publish()
         rows[:1] = kept
-    assert following.published is None
+    assert stream.published is None
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def follow(
+def stream_deltas(
     dmp: DistributedModelParallel,
     repository: Path | str,
     model: str,
@@ -58,13 +58,13 @@ def follow(
     max_error: Mapping[str, float] = MappingProxyType({}),
     deltas: Path | str | None = None,
     signing_key: Path | None = None,
-) -> Iterator["Following"]:
+) -> Iterator["DeltaStream"]:
     """In the block, publish about every `every_s` seconds the rows that a training changed, and the rest at its end.
 
-        with follow(dmp, "model_repository", "ads") as following:
+        with stream_deltas(dmp, "model_repository", "ads") as stream:
             for batch in batches:
                 loss(dmp(batch)).backward()
-                following.step()
+                stream.step()
 
     Every process of the training enters the block, and calls `step` as often. The one with rank 0 publishes, so only
     that one needs the repository. If the block ends by an error, the rest is not published.
@@ -103,12 +103,12 @@ def follow(
     common: dict[str, Any] = {"max_error": max_error, "deltas": deltas, "signing_key": signing_key}
     publish = partial(publish_delta, repository, model, version=began, **common)
     own = [shard for each in shards.values() for shard in each if shard.place.table in tables]
-    following = Following(group, own, publish, every_s)
+    stream = DeltaStream(group, own, publish, every_s)
     with ExitStack() as hooks:
         for kernel, each in shards.items():
             hooks.callback(kernel.register_forward_hook(partial(_note, each)).remove)
-        yield following
-        following.publish()
+        yield stream
+        stream.publish()
 
 
 class _Place(NamedTuple):
@@ -181,8 +181,8 @@ class _Shard:
         self._is_changed.zero_()
 
 
-class Following:
-    """A training that is followed. `follow` makes it.
+class DeltaStream:
+    """The deltas of a training that goes on. `stream_deltas` makes it.
 
     Attributes:
         published: the delta that was published last, in the process with rank 0. None: none was.
