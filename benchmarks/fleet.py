@@ -13,7 +13,7 @@ from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.bundle.opening import Bundle, open_bundle
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from serving.server import Ports, Server, run_server
-from serving.server.watch.status import process_memory
+from serving.server.status import process_memory
 
 FREE = Ports(grpc=0, http=0, operations=0)
 

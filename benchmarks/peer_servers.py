@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.server.launch.child import malloc_of
+from serving.server.child_process import malloc_of
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).parent / "peers"

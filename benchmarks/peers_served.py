@@ -14,7 +14,7 @@ from benchmarks.peer_servers import ENVIRONMENT, HERE, NOISY, Peer, running
 from benchmarks.peer_workload import MODEL, PeerWorkload
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.server import Ports, run_server
-from serving.server.launch.child import malloc_of
+from serving.server.child_process import malloc_of
 
 NOTHING = "donothing"
 # Numbers of samples and of clients.

@@ -26,7 +26,7 @@ from serving.errors import ServingError
 from serving.requests.encoding import Features
 from serving.requests.types import Tensors
 from serving.server import Ports, Server, Supervisor, run_server
-from serving.server.launch.child import GLIBC, malloc_of
+from serving.server.child_process import GLIBC, malloc_of
 
 SAMPLES = (1, 16, 128)
 CLIENTS = (1, 8, 32, 128)

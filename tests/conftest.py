@@ -31,7 +31,6 @@ unchanged.watch()
 # the processor waits nor all wait for it; the longest begin first.
 LONG_FILES = (
     "tests/faults/",
-    "tests/serving/server/watch/",
     "tests/serving/router/",
     "tests/serving/deltas/",
     "tests/serving/server/",

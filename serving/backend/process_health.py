@@ -3,8 +3,8 @@
 Busy or idle: a byte, which `serving.triton.stubs` reads. To write it takes no call of the kernel.
 
 Memory: glibc returns what a large request used to Linux as soon as it is freed. The next one then takes a page fault
-for every 4 KiB: half of the time of 512 samples of DLRM-v2. tcmalloc, which `serving.server.launch.child` takes where
-it is there, keeps it, and gives back too little by itself. So does glibc once it is told to keep some of it.
+for every 4 KiB: half of the time of 512 samples of DLRM-v2. `serving.server.child_process` preloads tcmalloc where
+it is installed. It keeps that memory, and gives back too little by itself. So does glibc once it is set to keep some.
 
 End with the parent: a stub of Triton 2.51 goes on when its tritonserver is killed. `tbe-serve run` ends the stubs
 that a server left. But it may be killed too. So a stub also ends itself when its parent ends.

@@ -14,8 +14,8 @@ from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.model.config_file import Pins
 from serving.server import Control
-from serving.server.launch.private import Trust
-from serving.server.launch.run_file import RunFile, find_run_file
+from serving.server.private_folder import Trust
+from serving.server.run_file import RunFile, find_run_file
 from serving.server.versions import switch
 from serving.terminal.app import out
 from serving.terminal.options import EVERY, as_given, by_name, shared_options

@@ -20,7 +20,7 @@ from serving.errors import BundleError, ConfigurationError, ServerUnavailable, S
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
 from serving.model.config_file import CONFIG, Pins, read_config
-from serving.server.launch.operations import Condition
+from serving.server.health_http import Condition
 from serving.server.versions import said_versions
 from serving.store import Progress, Store, versions_in
 from serving.terminal.app import bytes_bar, out

@@ -34,11 +34,11 @@ from serving.server import (
     run_local_hosts,
     run_server,
 )
-from serving.server.launch.drain import MOST_S
-from serving.server.launch.private import Trust
+from serving.server.drain import MOST_S
 from serving.server.local_hosts import FleetSupervisor
+from serving.server.private_folder import Trust
+from serving.server.releases import ReleaseFollower
 from serving.server.versions import ReleaseFile, read_releases, released_versions
-from serving.server.watch.release_follower import ReleaseFollower
 from serving.tables.memory_need import SHM_BYTES
 from serving.terminal.app import out
 from serving.terminal.options import shared_options

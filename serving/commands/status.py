@@ -20,8 +20,8 @@ from serving.client.serves import Serves, ask_all, differences
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.model.settings import ServingSettings
 from serving.requests.encoding import Features
-from serving.server.launch.run_file import find_run_file
-from serving.server.watch.status import ModelStatus, ProcessMemory, Status, status_of
+from serving.server.run_file import find_run_file
+from serving.server.status import ModelStatus, ProcessMemory, Status, status_of
 from serving.terminal.app import out
 from serving.terminal.output import print_json
 

@@ -17,13 +17,13 @@ from serving.bundle.signature import TrustedKeys
 from serving.errors import ConfigurationError
 from serving.log import LogFormat, close_log, server_log
 from serving.model.config_file import Pins, check_pins, find_models, read_config
-from serving.server.launch.access import Access
-from serving.server.launch.ports import Ports
-from serving.server.launch.private import Trust
-from serving.server.launch.process import run_server
-from serving.server.launch.server import Server
+from serving.server.access import Access
+from serving.server.ports import Ports
+from serving.server.private_folder import Trust
+from serving.server.run import run_server
+from serving.server.running_server import Server
+from serving.server.supervise import Supervisor
 from serving.server.versions import said_versions
-from serving.server.watch.supervisor import Supervisor
 from serving.tables.memory_need import SHM_BYTES
 
 _FREE = Ports(grpc=0, http=0, operations=0)

@@ -17,7 +17,7 @@ from serving.files import locked_file
 from serving.model.config_file import OURS, Pins, as_json, point_at, read_config, settings_of
 from serving.requests.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
-from serving.server.launch.private import PrivateFolder
+from serving.server.private_folder import PrivateFolder
 from serving.triton.control import UNIX, Control
 
 # Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.

@@ -113,7 +113,7 @@ def _bundled(package: Path, backends: Path) -> Installation:
         raise TritonserverFailed(f"{stub}: not found: nvidia-pytriton has no Python backend for Python {python}")
     backend = backends / "python"
     shutil.copytree(triton / "backends" / "python", backend)
-    Path(shutil.copy(stub, backend)).chmod(0o700)  # Triton's own try is left out: serving/server/launch/set_up.py
+    Path(shutil.copy(stub, backend)).chmod(0o700)  # Triton's own try is left out: serving/server/process_setup.py
     libraries = [package.parent / "nvidia_pytriton.libs", _libpython_folder(python)]
     inherited = os.environ.get("LD_LIBRARY_PATH")
     return Installation(

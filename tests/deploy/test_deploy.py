@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.__main__ import app
-from serving.server.launch.operations import Condition
+from serving.server.health_http import Condition
 from serving.triton.command_line import exit_timeout_of
 from tests.requirements.test_setup import pins
-from tests.serving.server.launch.test_operations import listening
+from tests.serving.server.test_health_http import listening
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 _SERVING = ["serve.txt", "torch-cpu.txt", "torch-pypi.txt"]

@@ -16,7 +16,7 @@ from serving.client.connection import Connection
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 from serving.server import Access, Control, Ports, ServerTls
-from serving.server.launch.private import Trust
+from serving.server.private_folder import Trust
 from tests.support.deadlines import PATIENT_S
 
 

@@ -43,7 +43,7 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.log import server_log
 from serving.model.settings import ServingSettings
-from serving.server.launch.live import LiveCopies
+from serving.server.delta_service import LiveCopies
 from serving.store import Store
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export

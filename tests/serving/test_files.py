@@ -20,7 +20,7 @@ from serving.errors import ConfigurationError, ServingError
 from serving.files import open_file, read_file
 from serving.model.settings import ServingSettings
 from serving.requests.captured import read_captured
-from serving.server.launch.run_file import find_run_file
+from serving.server.run_file import find_run_file
 from tests.support.models import SUM, collection
 from tests.support.no_files import KINDS, endless, link, listener, pipe, put
 

@@ -14,7 +14,7 @@ from export import ExportConfig, WeightDtype, export_model
 from serving.client import LookupClient
 from serving.model.config_file import Pins
 from serving.server import find_models
-from serving.server.launch.private import Trust, private_folder
+from serving.server.private_folder import Trust, private_folder
 from tests.support.models import SUM, collection, float_tables
 
 EXACT = ExportConfig(dtype={"*": WeightDtype.FP32})

@@ -24,7 +24,7 @@ from serving.bundle.delta import ChangedRows
 from serving.bundle.lineage import deltas_folder
 from serving.log import LogFormat, close_log, server_log
 from serving.model.settings import ServingSettings
-from serving.server.launch.live import Applied, LiveCopies
+from serving.server.delta_service import Applied, LiveCopies
 from tests.support.models import Spec, collection
 
 PATIENCE_S = 60.0

@@ -260,9 +260,9 @@ def start_tbe_serve(*arguments: str, within: tuple[str, ...] = (), first: str = 
 
 
 def hurried(module: str, times: int = 4) -> str:
-    """What has a module of `serving.server.watch` take a second for `times` seconds, as `first` of `running`."""
+    """What has a module of `serving.server` take a second for `times` seconds, as `first` of `running`."""
     return (
-        f"import time, types\nfrom serving.server.watch import {module}\nstart = time.monotonic()\n{module}.time = "
+        f"import time, types\nfrom serving.server import {module}\nstart = time.monotonic()\n{module}.time = "
         f"types.SimpleNamespace(monotonic=lambda: start + {times} * (time.monotonic() - start), sleep=time.sleep)"
     )
 

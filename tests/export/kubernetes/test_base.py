@@ -189,7 +189,7 @@ def test_replicas_of_a_host_are_on_nodes_of_their_own(published: Path) -> None:
 
 
 def test_probes_ask_the_operations_port_and_start_nothing(fleet: Fleet, options: PodOptions) -> None:
-    """What they ask for is there: `tests/serving/server/launch/test_operations.py`."""
+    """What they ask for is there: `tests/serving/server/test_health_http.py`."""
     paths = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
     for member in (fleet.front, *fleet.hosts):
         server = server_of(workloads(base_files(fleet, Replicas(), options))[member.name])

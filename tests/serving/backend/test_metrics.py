@@ -20,7 +20,7 @@ from serving.client import LookupClient
 from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.server import Server, run_server
-from serving.server.launch.operations import Condition
+from serving.server.health_http import Condition
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, collection
 from tests.support.servers import FREE, lens, metric, raw_request, row, scrape

@@ -17,7 +17,7 @@ from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, stood
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.server.launch.child import GLIBC, malloc_of
+from serving.server.child_process import GLIBC, malloc_of
 from serving.triton.stubs import living_stubs
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S

@@ -23,7 +23,7 @@ from serving.model.settings import ServingSettings
 from serving.requests.captured import PassedOver, read_captured
 from serving.requests.types import Tensors
 from serving.server import run_server
-from serving.server.watch.hang_check import HangCheck
+from serving.server.hang_check import HangCheck
 from tests.support.models import exported
 from tests.support.ranker import ranker
 from tests.support.servers import DTYPES, FREE, lens, metric, row

@@ -11,8 +11,8 @@ from rich.console import Console
 from export import export_model
 from serving.client import LookupClient
 from serving.commands.status import status_tables
-from serving.server.launch.run_file import find_run_file
-from serving.server.watch.status import ModelStatus, Status, VersionStatus
+from serving.server.run_file import find_run_file
+from serving.server.status import ModelStatus, Status, VersionStatus
 from tests.support.attackers import flip
 from tests.support.models import SUM, collection
 from tests.support.servers import Running, running, stubs, tbe_serve, wait_for_answer, wait_for_stubs

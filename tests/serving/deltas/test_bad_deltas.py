@@ -26,7 +26,7 @@ from serving.bundle.opening import Bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.log import LogFormat
-from serving.server.launch import live
+from serving.server import delta_service
 from serving.tables import memory_budget
 from serving.tables.mutable_tables import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
@@ -237,7 +237,7 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     name = lineage_of(open_bundle(path).digest)
     file = tmp_path / "r.deltas" / "m" / name / "000000000002.safetensors"
-    monkeypatch.setattr(live, "_SAYS_S", 0.0)
+    monkeypatch.setattr(delta_service, "_SAYS_S", 0.0)
     with applying(path, monkeypatch, LogFormat.JSON) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
         wait_until(copies, lambda found: found.sequence == 0)
         for number in (1, 2):

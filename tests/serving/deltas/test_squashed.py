@@ -24,7 +24,7 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
-from serving.server.launch.live import LiveCopies
+from serving.server.delta_service import LiveCopies
 from serving.tables import delta_writer
 from serving.tables.mutable_tables import LiveCopy, remove_unused_live_copies
 from serving.tables.table_files import WeightsMemory

@@ -24,7 +24,7 @@ from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.log import server_log
-from serving.server.launch.live import LiveCopies
+from serving.server.delta_service import LiveCopies
 from serving.tables import delta_writer, live_state, mutable_tables
 from serving.tables.huge_page_copy import locked
 from serving.tables.live_state import State

@@ -25,7 +25,7 @@ from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable, ServingError
 from serving.router.replicas import LoopThread
 from serving.server import Control
-from serving.server.launch.run_file import find_run_file
+from serving.server.run_file import find_run_file
 from tests.support.deadlines import PATIENT_S
 from tests.support.host_faults import (
     EVERY,

@@ -8,7 +8,7 @@ import pytest
 from serving.client import LookupClient
 from serving.errors import ServingError, TritonserverFailed
 from serving.server import run_server
-from serving.server.launch.private import Trust
+from serving.server.private_folder import Trust
 from tests.support.attackers import Target, answers, flip, served_files
 from tests.support.servers import FREE, read_only, running, stubs, tbe_serve, wait_for_answer
 

@@ -216,7 +216,7 @@ import json, sys
 from pathlib import Path
 from serving.client import LookupClient
 from serving.server import Ports, run_server
-from serving.server.watch.status import process_memory
+from serving.server.status import process_memory
 from serving.triton.stubs import living_stubs
 folder, repository, log = map(Path, sys.argv[1:4])
 with run_server(repository, Ports(grpc=0, http=0, operations=0), log=log) as server:

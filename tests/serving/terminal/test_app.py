@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from export.__main__ import app as tbe_export
 from export.config import ExportConfig
 from serving.errors import ConfigurationError
-from serving.server.launch.private import PrivateFolder
-from serving.server.launch.run_file import KeptRunFile, RunFile
+from serving.server.private_folder import PrivateFolder
+from serving.server.run_file import KeptRunFile, RunFile
 from tests.support.commands import TRAINED
 
 

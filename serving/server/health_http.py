@@ -1,0 +1,307 @@
+"""The operations port: whether a server lives, whether it is ready, and its metrics, over HTTP.
+
+`/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
+nothing up and ask no model: an overload makes nobody unready. `/readyz?verbose` also names the hosts that a router
+has lost, which stays ready for what needs none of them, the models whose release is not served, and those to which no
+further delta is applied.
+`/metrics` passes on what Triton says on a Unix socket that only its own user reaches, and adds those of the server as
+a whole.
+
+Triton's HTTP library keeps a request of any length in memory. Here nothing is read after the headers, which are
+bounded. A connection is answered once and ends within `_PATIENCE_S`. Of more than `_MOST` connections the oldest
+ends, so who only holds connections keeps no probe out.
+"""
+
+import asyncio
+import hmac
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import ConfigurationError, ServingError
+from serving.server.access import Access, ServerTls
+from serving.server.delta_service import LiveCopies
+
+if TYPE_CHECKING:
+    import h11
+
+# The content type of Prometheus' text format, as Triton sends it.
+_TEXT = "text/plain; charset=utf-8"
+# Connections at once, and seconds until one is closed.
+_MOST, _PATIENCE_S = 64, 10.0
+# TLS handshakes at once, and seconds until one is given up.
+_MOST_HANDSHAKES, _HANDSHAKE_S = 256, 5.0
+# Bytes of a request's headers, and bytes that are read at once.
+_HEADERS_BYTES, _READ_BYTES = 16 << 10, 4 << 10
+# Seconds until a supervisor that does not look after its server is dead.
+_SILENT_S = 60.0
+# A router's replicas by host, in its metrics: see `serving.backend.host_metrics`.
+_REPLICAS_UP = "tbe_host_replicas_up{"
+
+Answer = tuple[int, bytes]
+
+
+@dataclass(slots=True)
+class Condition:
+    """What a server can do now. Whoever starts and watches it says so here, and the operations port reads it.
+
+    Attributes:
+        server: why tritonserver does not serve. None: it does.
+        models: why models do not serve, by name. Others do.
+        is_draining: whether it was told to stop, and still answers.
+        is_stopping: whether it stops.
+        seen: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
+        tls: the certificate that tritonserver reads as it starts. None: it has none.
+        restarts: how often tritonserver was started anew.
+        certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
+            has none, or is not started yet.
+        store_read: when each store that it follows was last read, Unix time, by URL.
+        releases: of each model whose release is followed, why it is not served. None: it is.
+        copies: its live copies. None: it has none.
+        context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
+            has none.
+    """
+
+    server: str | None = "starting"
+    models: dict[str, str] = field(default_factory=dict)
+    is_draining: bool = False
+    is_stopping: bool = False
+    seen: float | None = None
+    tls: ServerTls | None = None
+    restarts: int = 0
+    certificate_expires: float | None = None
+    store_read: dict[str, float] = field(default_factory=dict)
+    releases: dict[str, str | None] = field(default_factory=dict)
+    copies: LiveCopies | None = None
+    context: ssl.SSLContext | None = None
+
+    def note_start(self) -> None:
+        """A tritonserver is about to start: it reads the certificate now, and not again."""
+        if self.tls is not None:
+            with suppress(OSError, ValueError, ServingError):  # tritonserver says so
+                replace(self.tls)  # a pair that does not fit would leave the context without a key
+                if self.context is not None:
+                    self.context.load_cert_chain(self.tls.certificate, self.tls.private_key)
+                self.certificate_expires = self.tls.expires()
+
+    def note_read(self, store: str, at: float) -> None:
+        """A store was read, in Unix time."""
+        self.store_read[store] = at
+
+    def live(self) -> Answer:
+        """The answer to `/livez`."""
+        silent_s = 0.0 if self.seen is None else time.monotonic() - self.seen
+        if silent_s > _SILENT_S:
+            return (
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"not alive: nobody has looked after tritonserver for {silent_s:.0f} s\n".encode(),
+            )
+        return HTTPStatus.OK, b"alive\n"
+
+    def ready(self) -> Answer:
+        """The answer to `/readyz`."""
+        reasons = [f"model {model!r}: {why}" for model, why in sorted(self.models.copy().items())]
+        if self.server is not None:
+            reasons = [self.server]
+        if self.is_draining:
+            reasons = ["draining: requests are still answered"]
+        if self.is_stopping:
+            reasons = ["stopping"]
+        if reasons:
+            return HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"not ready: {why}\n" for why in reasons).encode()
+        return HTTPStatus.OK, b"ready\n"
+
+    def metrics(self) -> bytes:
+        """The metrics of the server as a whole, which are there while tritonserver is not."""
+        is_ready = self.ready()[0] == HTTPStatus.OK
+        found = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
+        found.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
+        if self.certificate_expires is not None:
+            name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
+            found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
+        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found]
+        if read := self.store_read.copy():
+            name, text = "tbe_store_read_timestamp_seconds", "When a store was last read that is followed, Unix time"
+            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
+            lines += [f'{name}{{store="{url}"}} {at:.0f}\n' for url, at in sorted(read.items())]
+        if releases := self.releases.copy():
+            name, text = (
+                "tbe_release_failed",
+                "Whether a release that is followed is refused or cannot be served: 1 or 0",
+            )
+            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
+            lines += [f'{name}{{model="{model}"}} {why is not None:d}\n' for model, why in sorted(releases.items())]
+        return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
+
+
+@contextmanager
+def operations_port(
+    listener: socket.socket, condition: Condition, scrape: Callable[[], bytes], access: Access
+) -> Iterator[None]:
+    """Answer on a socket, on a thread of its own, until the block ends.
+
+    Args:
+        listener: a socket that is bound.
+        condition: of the server.
+        scrape: the server's metrics in Prometheus' text format; may raise ServingError.
+        access: whether there is TLS, and a token.
+
+    Raises:
+        ConfigurationError: another process took the port, or h11 is not installed.
+    """
+    if find_spec("h11") is None:  # clients and exports go without
+        raise ConfigurationError("h11 is not installed, which the operations port needs: `pip install h11`")
+    if access.operations_tls:
+        condition.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    condition.note_start()
+    port = _Port(condition, scrape, access.operations_token)
+    listens: Future[Callable[[], object]] = Future()
+    thread = threading.Thread(
+        target=asyncio.run,
+        args=(port.serve(listener, condition.context, listens),),
+        name="operations port",
+        daemon=True,
+    )
+    thread.start()
+    stop = listens.result()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join()
+
+
+class _Port:
+    """Answers connections, of which it keeps a bounded number."""
+
+    def __init__(self, condition: Condition, scrape: Callable[[], bytes], token: str | None) -> None:
+        self._condition = condition
+        self._scrape = scrape
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        # The connections, oldest first.
+        self._tasks: dict[Any, None] = {}
+
+    async def serve(
+        self, listener: socket.socket, tls: ssl.SSLContext | None, listens: "Future[Callable[[], object]]"
+    ) -> None:
+        """Answer until what `listens` is given is called, by any thread."""
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        handshakes: set[_Connection] = set()
+
+        def accept() -> _Connection:
+            if len(handshakes) >= _MOST_HANDSHAKES:
+                raise ConnectionRefusedError  # asyncio closes the connection
+            return _Connection(self._answer, handshakes)
+
+        options: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S}
+        try:
+            server = await loop.create_server(accept, sock=listener, **options)
+        except OSError as error:
+            host, port = listener.getsockname()
+            listens.set_exception(
+                ConfigurationError(f"--operations-port {port}: cannot listen on {host}: {error.strerror}")
+            )
+            return
+        listens.set_result(lambda: loop.call_soon_threadsafe(stopped.set))
+        await stopped.wait()
+        server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import h11
+
+        task = asyncio.current_task()
+        self._tasks[task] = None
+        if len(self._tasks) > _MOST:
+            oldest = next(iter(self._tasks))
+            del self._tasks[oldest]
+            oldest.cancel()
+        http = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEADERS_BYTES)
+        writer.transport.set_write_buffer_limits(0)  # so that all is sent when it is drained
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                status, body, is_head = await self._answer_to(http, reader)
+                headers = {"Content-Type": _TEXT, "Content-Length": str(len(body)), "Connection": "close"}
+                if status == HTTPStatus.UNAUTHORIZED:
+                    headers["WWW-Authenticate"] = "Bearer"
+                writer.write(http.send(h11.Response(status_code=status, headers=list(headers.items()))) or b"")
+                writer.write(b"" if is_head else body)
+                await writer.drain()
+                writer.close()
+        except (TimeoutError, OSError):
+            pass  # too slow, or gone
+        finally:
+            self._tasks.pop(task, None)
+            if not writer.is_closing():
+                writer.transport.abort()
+
+    async def _answer_to(self, http: "h11.Connection", reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
+        """The answer to the request that comes next, and whether it asks for headers alone."""
+        import h11
+
+        try:
+            while (request := http.next_event()) is h11.NEED_DATA:
+                http.receive_data(await reader.read(_READ_BYTES))
+        except h11.RemoteProtocolError as error:
+            return error.error_status_hint, f"expected HTTP/1.1: {error}\n".encode(), False
+        if not isinstance(request, h11.Request):
+            raise ConnectionAbortedError  # it was closed before it asked
+        if request.method not in (b"GET", b"HEAD"):
+            return HTTPStatus.METHOD_NOT_ALLOWED, b"expected GET\n", False
+        path, _, query = request.target.partition(b"?")
+        match path:
+            case b"/livez":
+                status, body = self._condition.live()
+            case b"/readyz":
+                status, body = await self._ready(query == b"verbose")
+            case b"/metrics":
+                status, body = await self._metrics(dict(request.headers).get(b"authorization", b""))
+            case _:
+                status, body = HTTPStatus.NOT_FOUND, b"expected /livez, /readyz or /metrics\n"
+        return status, body, request.method == b"HEAD"
+
+    async def _ready(self, is_verbose: bool) -> Answer:
+        status, said = self._condition.ready()
+        if is_verbose and status == HTTPStatus.OK:
+            with suppress(ServingError):
+                said += _lost_hosts(await asyncio.to_thread(self._scrape))
+            problems = sorted(self._condition.releases.copy().items())
+            said += "".join(f"release: model {model!r}: {why}\n" for model, why in problems if why).encode()
+            if (copies := self._condition.copies) is not None:
+                said += "".join(f"stopped: {line}\n" for line in copies.said()).encode()
+        return status, said
+
+    async def _metrics(self, authorization: bytes) -> Answer:
+        if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):
+            return HTTPStatus.UNAUTHORIZED, b"expected the token: `Authorization: Bearer TOKEN`\n"
+        page = self._condition.metrics()
+        with suppress(ServingError):  # tritonserver is started anew: `tbe_ready` says so
+            page += await asyncio.to_thread(self._scrape)
+        return HTTPStatus.OK, page
+
+
+class _Connection(asyncio.StreamReaderProtocol):
+    """A connection, which is one of `handshakes` until its TLS handshake has ended. Nobody tells when that fails."""
+
+    def __init__(self, answer: Any, handshakes: "set[_Connection]") -> None:
+        super().__init__(asyncio.StreamReader(limit=_READ_BYTES), answer)
+        self._handshakes = handshakes
+        handshakes.add(self)
+        asyncio.get_running_loop().call_later(_HANDSHAKE_S, handshakes.discard, self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._handshakes.discard(self)
+        super().connection_made(transport)
+
+
+def _lost_hosts(page: bytes) -> bytes:
+    """A line for each host of a router that no replica answers for."""
+    lost = [line for line in page.decode().splitlines() if line.startswith(_REPLICAS_UP) and line.endswith(" 0")]
+    return "".join(f"lost: {line.removeprefix(_REPLICAS_UP).partition('}')[0]}\n" for line in lost).encode()

@@ -1,1 +1,0 @@
-"""Start a tritonserver: its process, ports, keys, TLS, private folder, shared memory and run file."""

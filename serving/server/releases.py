@@ -1,0 +1,165 @@
+"""Follow the release files of models: serve the versions that they say, also when they change (`run --follow`)."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from serving.bundle.release import Release
+from serving.errors import ServerUnavailable, ServingError
+from serving.server.running_server import Server
+from serving.server.versions import ReleaseFile, released_versions, switch
+
+_PERIOD_S = 1.0
+_LOAD_TIMEOUT_S = 600.0
+# Longest pause, in seconds, before a release that cannot be loaded is tried again. The first is _PERIOD_S, and it
+# doubles each time.
+_LONGEST_PAUSE_S = 60.0
+
+
+class ReleaseFollower:
+    """Reads release files and loads the versions that they say, on a thread of its own.
+
+    Args:
+        server: a running server. It serves the versions of the releases that `files` has read.
+        files: the release files of its models.
+        unload_after_s: how long older versions serve on beside a new one, for requests that name them, in seconds.
+    """
+
+    def __init__(self, server: Server, files: Sequence[ReleaseFile], unload_after_s: float) -> None:
+        self._server = server
+        self._ended = threading.Event()
+        self._followed = [_Followed(file, unload_after_s, self._tell) for file in files]
+        released = released_versions(files)
+        pinned = {model: versions for model, versions in server.run_file.pinned.items() if model not in released}
+        server.kept.note(pinned=pinned, released=released)
+        server.condition.releases = {file.model: None for file in files}
+
+    def start(self) -> None:
+        """Begin to follow."""
+        threading.Thread(target=self._run, name="release follower", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop following. It does not wait for a load that has begun."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_PERIOD_S):
+            for each in self._followed:
+                each.follow(self._server)
+                self._server.condition.releases[each.model] = each.problem
+
+    def _tell(self, level: int, event: str, model: str, line: str, release: Release | None = None) -> None:
+        if not self._ended.is_set():  # a server that stops loads nothing
+            version = None if release is None else max(release.versions)
+            about = {"event": event, "model": model, "version": version}
+            self._server.log.log(level, "model %r: %s", model, line, extra=about)
+
+
+class _Followed:
+    """A model that follows its release file."""
+
+    def __init__(self, file: ReleaseFile, unload_after_s: float, tell: Callable[..., None]) -> None:
+        self._file = file
+        self.model = file.model
+        self._unload_after_s = unload_after_s
+        self._present = self._tried = file.newest
+        self._unload_at: float | None = None
+        self._try_at, self._pause_s = 0.0, _PERIOD_S
+        self._tell = tell
+        self._say_of_file = _Once(partial(tell, logging.WARNING, "release_refused", file.model))
+        self._say_of_loading = _Once(partial(tell, logging.ERROR, "release_failed", file.model))
+
+    @property
+    def problem(self) -> str | None:
+        """Why its release is not served. None: it is, or nothing is known of it."""
+        return self._say_of_file.said or self._say_of_loading.said
+
+    def follow(self, server: Server) -> None:
+        """Read the release file. Load or unload versions that are due."""
+        try:
+            self._file.read()
+        except (ServingError, OSError) as error:
+            self._say_of_file(f"release refused, {_listed(self._present)} goes on: {error}")
+        else:
+            self._say_of_file(None)
+        release, now = self._file.newest, time.monotonic()
+        if release != self._tried:
+            self._tried, self._try_at, self._pause_s = release, now, _PERIOD_S
+        try:
+            with server.loading[self._file.model]:
+                if release is not None and now >= self._try_at and self._is_due(server, release):
+                    self._load(server, release)
+                elif self._present is not None and self._unload_at is not None and now >= self._unload_at:
+                    self._unload(server, self._present)
+        except ServerUnavailable:
+            pass  # tritonserver is being started again
+        except (ServingError, OSError) as error:
+            self._try_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._say_of_loading(f"release cannot be served, {_listed(self._present)} goes on: {error}")
+
+    def _is_due(self, server: Server, release: Release) -> bool:
+        """Whether the model serves other versions than the release says, as after tritonserver was started again."""
+        if release != self._present:
+            return True
+        ready = server.control(_LOAD_TIMEOUT_S).ready(self._file.model)
+        return self._unload_at is None and bool(ready) and {*ready} != {*release.versions}
+
+    def _load(self, server: Server, release: Release) -> None:
+        """Load the versions of the release.
+
+        A request that names no version is answered by the newest version that is loaded. So versions older than the
+        release may serve on for a while. Newer ones, if the release goes back, are unloaded as soon as it serves.
+        """
+        control = server.control(_LOAD_TIMEOUT_S)
+        before = control.ready(self._file.model)
+        if not before:
+            return  # its process died. It is being loaded again as it was
+        older = [each for each in before if each < max(release.versions) and each not in release.versions]
+        switch(
+            control,
+            self._file.model,
+            release.versions,
+            beside=older,
+            private=server.private,
+            repository=server.repository,
+            hosts=server.run_file.hosts.get(self._file.model),
+        )
+        self._present = release
+        self._unload_at = time.monotonic() + self._unload_after_s if older else None
+        self._say_of_loading(None)
+        server.kept.note(released={**server.run_file.released, self._file.model: release.versions})
+        until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
+        said = f"serves {_listed(release)}, as released{until}"
+        self._tell(logging.INFO, "released", self._file.model, said, release)
+
+    def _unload(self, server: Server, present: Release) -> None:
+        """Unload the older versions beside the present release."""
+        control = server.control(_LOAD_TIMEOUT_S)
+        if not control.ready(self._file.model):
+            return
+        hosts = server.run_file.hosts.get(self._file.model)
+        switch(control, self._file.model, present.versions, repository=server.repository, hosts=hosts)
+        self._unload_at = None
+
+
+class _Once:
+    """Says a problem once, as long as it stays the same. After None, it says it again. `said` is the present one."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.said: str | None = None
+
+    def __call__(self, problem: str | None) -> None:
+        if problem is not None and problem != self.said:
+            self._say(problem)
+        self.said = problem
+
+
+def _listed(release: Release | None) -> str:
+    return "what config.pbtxt says" if release is None else f"version {_numbers(release.versions)}"
+
+
+def _numbers(versions: Sequence[int]) -> str:
+    return ", ".join(map(str, versions))

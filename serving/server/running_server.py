@@ -1,0 +1,256 @@
+"""A tritonserver that was started: where it is, its process, and how it is replaced and ended."""
+
+import copy
+import hashlib
+import logging
+import subprocess
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from serving.server.access import expect_usable
+from serving.server.child_process import Child, Launch
+from serving.server.health_http import Condition
+from serving.server.ports import Gate
+from serving.server.private_folder import PrivateFolder
+from serving.server.run_file import KeptRunFile, Recovery, RunFile
+from serving.server.shared_memory import remove_regions
+from serving.triton.command_line import http_options, metrics_options, region_options
+from serving.triton.control import UNIX, UNLOADED, Control, VersionState
+
+# What the names of a second process's sockets have at the end; and what the prefixes of two processes' regions have.
+_NEXT = "+"
+FIRST_REGIONS, _OTHER = "-x-", str.maketrans("xy", "yx")
+_UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready, and its ready versions."""
+
+    name: str
+    versions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Served:
+    """The models and versions that a server serves. They outlive the server, so that the next one can serve the same.
+
+    Attributes:
+        since: Unix time. Weights files that have not changed since then are not verified again.
+        configs: the ModelConfig of each model, as JSON.
+        versions: the ready versions of each model.
+    """
+
+    since: float
+    configs: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def copy(self) -> "Served":
+        """The same now, apart from what becomes of this one."""
+        return replace(self, configs={**self.configs}, versions={**self.versions})
+
+    def update(self, index: tuple[VersionState, ...], control: Control) -> None:
+        """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
+        for model in {each.model for each in index}:
+            states = [each for each in index if each.model == model]
+            if any(each.state == "READY" for each in states):
+                self.configs[model] = control.config(model)
+                self.versions[model] = _serving(states, self.versions.get(model, ()))
+            elif all(each.reason == UNLOADED for each in states):
+                self.configs.pop(model, None)
+                self.versions.pop(model, None)
+
+
+@dataclass(kw_only=True, slots=True)
+class Server:
+    """A running tritonserver whose models are ready.
+
+    Attributes:
+        grpc: address, "host:port".
+        operations: URL of the operations port, "http://host:port".
+        http: address, "host:port". None: clients may not use HTTP.
+        control_address: the address of its control API, see `Control`.
+        metrics_address: the Unix socket of Triton's metrics.
+        gate: of its gRPC port. None: no second process can share it.
+        condition: what the operations port says of it.
+        key: the key of its restricted protocols. Each server has a new one.
+        launch: how its process is started.
+        certificates: the files of certificates, authorities and keys that its process and its models read as they
+            start, and not again. None, if a second process could not take over with those that are renewed.
+        regions: prefix of the names of its processes' shared-memory regions.
+        exit_timeout_s: longest time to stop, in seconds. It is killed then.
+        connection_age_s: longest time for which it keeps a connection, in seconds.
+        drain_s: how long it drains before it stops, in seconds. 0: not at all.
+        repository: the model repository that its process serves.
+        private: the private folder with that repository, if it serves only signed bundles. Otherwise None.
+        child: its present process.
+        read: the digest of `certificates` just before that started.
+        started: when its first process was started, in Unix time.
+        kept: its run file, which other commands read.
+        loading: a lock for each model. It is held while the model is loaded.
+        models: its models when it became ready.
+        warnings: lines to show to the operator.
+    """
+
+    grpc: str
+    http: str | None
+    operations: str
+    control_address: str
+    metrics_address: str
+    gate: Gate | None = field(repr=False)
+    condition: Condition = field(repr=False)
+    key: str = field(repr=False)
+    launch: Launch = field(repr=False)
+    certificates: tuple[Path, ...]
+    regions: str
+    exit_timeout_s: float
+    connection_age_s: float
+    drain_s: float
+    repository: Path
+    private: PrivateFolder | None
+    child: Child = field(init=False)
+    read: bytes = field(init=False, repr=False)
+    started: float = field(default_factory=time.time)
+    kept: KeptRunFile = field(init=False, repr=False)
+    loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
+    models: tuple[ServedModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> logging.Logger:
+        """Its log."""
+        return self.launch.log
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """Its present process. `start_anew` replaces it."""
+        return self.child.process
+
+    def control(self, timeout_s: float) -> Control:
+        """The control API of this server, which loads and unloads its models."""
+        return Control(address=self.control_address, key=self.key, timeout_s=timeout_s)
+
+    def start(self, options: Sequence[str] = ()) -> None:
+        """Start its process.
+
+        Args:
+            options: further options of tritonserver. Without any, it loads no model.
+
+        Call this from a thread that outlives the process: the kernel ends it when the thread that started it ends.
+        """
+        at_unix = [each for each in (self.control_address, self.metrics_address) if each.startswith(UNIX)]
+        for address in at_unix:
+            Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
+        own = [*metrics_options(self.metrics_address), *region_options(self.regions)]
+        if self.control_address in at_unix:
+            own += http_options(self.control_address)
+        if self.gate is not None:
+            self.gate.before_start()
+        self.read = self.digest()
+        self.child = self.launch.start([*own, *options])
+
+    def digest(self) -> bytes:
+        """The SHA-256 of `certificates` as they are now. Nothing, if one of them cannot be read."""
+        try:
+            digests = [hashlib.sha256(each.read_bytes()).digest() for each in self.certificates]
+        except OSError:
+            return b""
+        return hashlib.sha256(b"".join(digests)).digest()
+
+    def expect_usable(self) -> None:
+        """Read `certificates` again.
+
+        Raises:
+            ConfigurationError: they do not fit, cannot be read, or are not valid now.
+        """
+        if self.condition.tls is not None:
+            replace(self.condition.tls)  # a pair that fits
+        for each in self.certificates:
+            expect_usable(each)
+
+    def start_anew(self, options: Sequence[str] = ()) -> None:
+        """Replace a process that has ended. The new one has the same addresses and key. Arguments: as `start`."""
+        self.end()
+        self.condition.restarts += 1
+        self.condition.note_start()
+        if self.gate is not None:
+            self.gate.start()
+        self.start(options)
+        self.kept.note(process=self.process.pid)
+
+    def beside(self) -> "Server":
+        """A second process of this server, which has no model yet. It shares the gRPC port by the `gate`.
+
+        Call this from a thread that outlives the process, as `start`.
+        """
+        second = replace(
+            self,
+            control_address=f"{self.control_address}{_NEXT}",
+            metrics_address=f"{self.metrics_address}{_NEXT}",
+            regions=self.regions.translate(_OTHER),
+        )
+        second.kept = self.kept
+        second.start()
+        return second
+
+    def take(self, second: "Server") -> "Server":
+        """Make the process of a second server `beside` this one its own. New connections come to that from now on.
+
+        Returns:
+            The process of before, which goes on answering on the connections that it has. `end` it.
+
+        Raises:
+            OSError: one of the two processes has just ended. Nothing has changed.
+        """
+        assert self.gate is not None  # noqa: S101  as for `beside`
+        before = copy.copy(self)
+        self.gate.hand_over(self.process.pid)
+        for following, present in (
+            (second.control_address, self.control_address),
+            (second.metrics_address, self.metrics_address),
+        ):
+            Path(following.removeprefix(UNIX)).rename(present.removeprefix(UNIX))
+        second.control_address, second.metrics_address = self.control_address, self.metrics_address
+        self.child, self.regions, self.read = second.child, second.regions, second.read
+        self.condition.note_start()
+        self.kept.note(process=self.process.pid)
+        return before
+
+    @property
+    def run_file(self) -> RunFile:
+        """The content of its run file."""
+        return self.kept.content
+
+    def note_recovery(self, model: str | None, why: str) -> None:
+        """Record in the run file that a model is loaded again. `model` is None if tritonserver is started again."""
+        self.kept.note(
+            recoveries=self.run_file.recoveries + 1, last_recovery=Recovery(model=model, why=why, at=time.time())
+        )
+
+    def end(self) -> None:
+        """Let it answer the requests that it accepted, and end. Returns when it has ended."""
+        self.child.end(self.exit_timeout_s)
+        remove_regions(self.regions)
+
+    def wait(self) -> int:
+        """Wait until the server ends. Returns its exit code."""
+        return self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal. Nothing happens if it has ended."""
+        self.process.send_signal(number)
+
+
+def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
+    """The versions that serve, and those of `before` whose process died: newer Triton releases report these."""
+    return tuple(
+        each.version
+        for each in states
+        if each.state == "READY"
+        or (each.version in before and each.state == _UNAVAILABLE and each.reason != UNLOADED)
+    )

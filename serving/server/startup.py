@@ -1,0 +1,152 @@
+"""Wait until a tritonserver that was started is ready, and tell it what else to load."""
+
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from serving.errors import ServingError, TritonserverFailed
+from serving.files import is_utf8
+from serving.model.config_file import Pins, has_python, other_models
+from serving.server.running_server import ServedModel, Server
+from serving.server.shared_memory import is_open
+from serving.server.versions import switch
+from serving.triton.command_line import erase_from_command_line, is_plain, loaded_by, model_options
+from serving.triton.control import UNIX
+from serving.triton.installation import oldest_secure, triton_release
+
+_POLL_S = 0.05
+# The deadline of a call to the control API, in seconds.
+CONTROL_TIMEOUT_S = 5.0
+
+
+class _Killed(TritonserverFailed):
+    """A signal ended it."""
+
+
+def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: float) -> None:
+    """Wait until `models`, which it loads by itself, are ready. Then load those that it has to be told.
+
+    Triton 2.51 sometimes aborts while it loads models on a busy machine: its locks have a deadline of a second. Then
+    it is started once more.
+
+    Raises:
+        TritonserverFailed: it ended, or its models were not ready in time.
+    """
+    again = []
+    try:
+        _wait_until_ready(server, models, timeout_s)
+    except _Killed as error:
+        server.start_anew(model_options(models))
+        _wait_until_ready(server, models, timeout_s)
+        again.append(f"{error}; it was started once more")
+    is_erased = erase_from_command_line(server.process, server.key, has_started=True)
+    _load_told(server, told, timeout_s)
+    server.models = _ready_models(server) or ()
+    server.condition.server = None
+    if server.gate is not None and not server.gate.is_shared_with(server.process.pid):
+        server.gate.close()
+        server.gate = None
+    server.warnings = (*again, *_warnings(server, is_erased))
+
+
+def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
+    version = server.control(CONTROL_TIMEOUT_S).server_version()
+    if not triton_release(version).is_secure:
+        secure = oldest_secure()
+        yield (
+            f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
+            f"{'.'.join(map(str, secure.version))} ({secure.container}) or later"
+        )
+    if is_open(server.regions):
+        yield "users of this machine can read requests and rows in /dev/shm: a sandbox forbids seccomp(2) here"
+    if server.condition.tls is not None and (server.gate is None or not server.certificates):
+        yield "a renewed certificate is served after the next start: HTTP is on, or a sandbox forbids to share a port"
+    if server.drain_s and server.gate is None:
+        yield (
+            "--drain-s: new connections cannot be refused, since a sandbox forbids to share a port: a client that "
+            "connects again while the server drains may lose calls"
+        )
+    yield from left_out(Path(server.run_file.repository), server.private is not None, server.launch.command)
+    if not is_erased:
+        yield "the key to what the server keeps closed can be read in its command line by users of this machine"
+
+
+def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Iterator[str]:
+    """A line that names the models of a repository that are not loaded because tbe-export did not make them.
+
+    Args:
+        repository: the model repository.
+        is_signed: only signed bundles are served.
+        options: of tritonserver. They may load such models.
+    """
+    loaded = loaded_by(options)
+    others = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
+    if not others:
+        return
+    unservable = [
+        name for name in others if not is_utf8(name) or (not is_plain(name) and has_python(repository / name))
+    ]
+    how = []
+    if is_signed:
+        how.append("with --trusted-keys only signed bundles are served: serve them by another tritonserver")
+    elif named := [name for name in others if name not in unservable]:
+        options = shlex.join(model_options(named))
+        how.append(f"to serve them too: tbe-serve run {shlex.quote(str(repository))} -- {options}")
+    if unservable:
+        how.append(
+            "Triton takes no name that is not UTF-8, nor a blank or a shell's characters in that of a Python model: "
+            f"rename {', '.join(unservable)}"
+        )
+    yield f"not served, because tbe-export did not make them: {', '.join(others)}; {'; '.join(how)}"
+
+
+def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
+    """Wait until the server listens wherever it says, and `models` are ready."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (code := server.process.poll()) is not None:
+            reason = server.child.output.reason()
+            failure = _Killed if code < 0 else TritonserverFailed
+            raise failure(f"tritonserver exited with {code} before its models were ready: {reason}")
+        ready = _ready_models(server)
+        if ready is not None and {model.name for model in ready} >= set(models) and _has_metrics(server):
+            return
+        time.sleep(_POLL_S)
+    reason = server.child.output.reason()
+    raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
+
+
+def _has_metrics(server: Server) -> bool:
+    """Whether there are metrics. Triton opens them last: models can be ready before."""
+    return Path(server.metrics_address.removeprefix(UNIX)).exists()
+
+
+def _load_told(server: Server, told: Pins, timeout_s: float) -> None:
+    """Load these versions; of a model without any, those that config.pbtxt says."""
+    for model, versions in told.items():
+        try:
+            switch(
+                server.control(timeout_s),
+                model,
+                versions,
+                private=server.private,
+                repository=server.repository,
+                hosts=server.run_file.hosts.get(model),
+            )
+        except ServingError as error:
+            what = f" {', '.join(map(str, versions))}" if versions else ""
+            raise TritonserverFailed(f"{model}: cannot serve{what}: {error}") from error
+
+
+def _ready_models(server: Server) -> tuple[ServedModel, ...] | None:
+    """The models with a ready version. None while the server is still starting."""
+    try:
+        index = server.control(CONTROL_TIMEOUT_S).index()
+    except ServingError:
+        return None
+    versions: dict[str, list[int]] = {}
+    for entry in index:
+        if entry.state == "READY":
+            versions.setdefault(entry.model, []).append(entry.version)
+    return tuple(ServedModel(name, tuple(sorted(found))) for name, found in sorted(versions.items()))

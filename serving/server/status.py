@@ -1,0 +1,256 @@
+"""The status of a server on this machine: what it serves, its memory, and what happened to it."""
+
+import asyncio
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serving.bundle.manifest import WEIGHTS_FILES
+from serving.bundle.opening import open_bundle, versions
+from serving.errors import ServingError
+from serving.files import Strict
+from serving.model.config_file import of_json, settings_of
+from serving.model.settings import ServingSettings
+from serving.router.hosts_config import hosts_of
+from serving.router.replicas import HostReplicas, replicas_of
+from serving.server.run_file import Recovery, RunFile
+from serving.tables.huge_page_copy import COPY_PREFIX
+from serving.tables.mutable_tables import LIVE_PREFIX, state_of
+from serving.tables.pages import cached, huge_bytes_of
+from serving.triton.control import NEWEST, UNLOADED, Control, VersionState, replaced_policy
+from serving.triton.stubs import Stub, living_stubs
+
+_WEIGHTS = re.compile(
+    rf"^([0-9a-f]+)-([0-9a-f]+) .*/(?:weights\.\d+\.bin|{COPY_PREFIX}[0-9a-f]{{64}}|{LIVE_PREFIX}[0-9a-f-]+)$",
+    re.MULTILINE,
+)
+_LIVE = re.compile(rf"(/\S*/{LIVE_PREFIX}[0-9a-f-]+)$", re.MULTILINE)
+
+
+class ProcessMemory(Strict, frozen=True):
+    """The memory of a process, in bytes.
+
+    Attributes:
+        resident: all pages in memory that it uses, shared ones included (RSS).
+        share: the same, but a page that N processes use counts 1/N (PSS). The shares of all processes add up to what
+            they use together.
+        mapped: the weights files that it has mapped, whether they are in memory or not.
+        huge: what it has mapped in huge pages, of files or of shared copies.
+    """
+
+    resident: int
+    share: int
+    mapped: int
+    huge: int
+
+
+def process_memory(pid: int) -> ProcessMemory | None:
+    """The memory of a process. None if it has ended, or belongs to another user."""
+    process = Path("/proc") / str(pid)
+    try:
+        rollup = (process / "smaps_rollup").read_text(errors="surrogateescape")
+        maps = (process / "maps").read_text(errors="surrogateescape")
+    except OSError:
+        return None
+    kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB$", rollup, re.MULTILINE)}
+    return ProcessMemory(
+        resident=kib["Rss"] << 10,
+        share=kib["Pss"] << 10,
+        mapped=sum(int(end, 16) - int(start, 16) for start, end in _WEIGHTS.findall(maps)),
+        huge=huge_bytes_of(rollup),
+    )
+
+
+class InstanceStatus(Strict, frozen=True):
+    """An instance of a version: a process. `memory` is None if it has just ended."""
+
+    process: int
+    is_busy: bool
+    memory: ProcessMemory | None
+
+
+class DeltasStatus(Strict, frozen=True):
+    """The deltas in the live copy of a version.
+
+    Attributes:
+        sequence: the number of the newest that is applied.
+        rows: that were written, in all.
+        stopped: why no further one is applied. Empty: they are.
+    """
+
+    sequence: int
+    rows: int
+    stopped: str
+
+
+class VersionStatus(Strict, frozen=True):
+    """A version that a server has loaded, or tried to load.
+
+    Attributes:
+        version: its number.
+        state: "READY", "LOADING", "UNLOADING" or "UNAVAILABLE".
+        reason: why it does not serve. Empty if it does, or if Triton gives no reason.
+        instances: its running processes.
+        weights_bytes: size of its weights files. None: no process has mapped them.
+        cached_bytes: how much of them is in the page cache, which all processes share. None: it is not known.
+        hosts: for a router, the hosts of its plan and their replicas.
+        deltas: None: it has no live copy.
+    """
+
+    version: int
+    state: str
+    reason: str
+    instances: tuple[InstanceStatus, ...]
+    weights_bytes: int | None
+    cached_bytes: int | None
+    hosts: tuple[HostReplicas, ...] = ()
+    deltas: DeltasStatus | None = None
+
+
+class ModelStatus(Strict, frozen=True):
+    """A model of a server.
+
+    Attributes:
+        name: its name.
+        chosen_by: how its versions were chosen: by "pin" (`--serve`), "release" (`--follow`), "load" (`tbe-serve load
+            --version`) or "config".
+        versions: those that were not unloaded, oldest first.
+        settings: its settings, as `tbe-serve configure` explains them. Empty: no version serves.
+    """
+
+    name: str
+    chosen_by: str
+    versions: tuple[VersionStatus, ...]
+    settings: dict[str, Any]
+
+
+class Status(Strict, frozen=True):
+    """The status of a server: what it serves, its memory, and what happened since it was started.
+
+    Attributes:
+        address: its gRPC address.
+        triton: the version of tritonserver.
+        process: tritonserver's process id.
+        memory: of tritonserver itself.
+        models: its models, by name.
+        recoveries: how often a model was loaded again or tritonserver started again.
+        last_recovery: the last of them. None: there was none.
+        drains_until: when it stops at the latest, Unix time. None: it does not drain.
+    """
+
+    address: str
+    triton: str
+    process: int
+    memory: ProcessMemory | None
+    models: tuple[ModelStatus, ...]
+    recoveries: int
+    last_recovery: Recovery | None
+    drains_until: float | None = None
+
+
+def status_of(run: RunFile, timeout_s: float) -> Status:
+    """The status of a server on this machine.
+
+    Args:
+        run: the content of its run file.
+        timeout_s: deadline of each call to it, in seconds.
+
+    Raises:
+        ServingError: it does not answer.
+    """
+    control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
+    index = [each for each in control.index() if each.reason != UNLOADED]
+    stubs = list(living_stubs(run.process))
+    return Status(
+        address=run.grpc,
+        triton=control.server_version(),
+        process=run.process,
+        memory=process_memory(run.process),
+        models=tuple(_model(name, index, stubs, run, control) for name in sorted({each.model for each in index})),
+        recoveries=run.recoveries,
+        last_recovery=run.last_recovery,
+        drains_until=run.drains_until,
+    )
+
+
+def _model(
+    name: str, index: Iterable[VersionState], stubs: Sequence[Stub], run: RunFile, control: Control
+) -> ModelStatus:
+    states = sorted((each for each in index if each.model == name), key=lambda each: each.version)
+    ready = {each.version for each in states if each.state == "READY"}
+    config = control.config(name) if ready else None
+    settings = None if config is None else settings_of(of_json(config))
+    return ModelStatus(
+        name=name,
+        chosen_by=_chosen_by(name, ready, config, run),
+        versions=tuple(_version(each, stubs, settings) for each in states),
+        settings={} if settings is None else _shown(settings),
+    )
+
+
+def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
+    """How the versions of a model that are `ready` were chosen. `config` is what it is served with, if any is."""
+    if name in run.released:
+        return "release"
+    if name in run.pinned:
+        return "pin" if ready <= {*run.pinned[name]} else "load"
+    if config is None or (instead_of := replaced_policy(config)) is None:
+        return "config"
+    newest = versions(Path(run.repository) / name)[-1:]
+    configured = newest if instead_of == NEWEST else [int(instead_of)]
+    return "config" if ready == {*configured} else "load"
+
+
+def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettings | None) -> VersionStatus:
+    own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
+    weights = sorted(own[0].bundle.glob(WEIGHTS_FILES)) if own else []
+    size = sum(map(_size_bytes, weights))
+    found = [cached(path) for path in weights]
+    there = None if None in found else sum(each.size for each in found if each is not None)
+    return VersionStatus(
+        version=state.version,
+        state=state.state,
+        reason=state.reason,
+        instances=tuple(
+            InstanceStatus(process=stub.process.pid, is_busy=stub.is_busy(), memory=process_memory(stub.process.pid))
+            for stub in own
+        ),
+        weights_bytes=size if own else None,
+        cached_bytes=min(size, there) if own and there is not None else None,
+        hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
+        deltas=_deltas(own[0].process.pid) if own else None,
+    )
+
+
+def _deltas(process: int) -> DeltasStatus | None:
+    """What the live copy is at that a model's process has mapped. None: it has none, or has just ended."""
+    with suppress(OSError):
+        for path in _LIVE.findall((Path("/proc") / str(process) / "maps").read_text(errors="surrogateescape")):
+            with state_of(Path(path)) as state:
+                return DeltasStatus(sequence=state.sequence, rows=state.rows, stopped=state.stopped)
+    return None
+
+
+def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:
+    """The hosts of a router's bundle. None are returned if it cannot be read, or the settings do not fit it."""
+    try:
+        return asyncio.run(replicas_of(open_bundle(bundle).manifest, hosts_of(settings)))
+    except (ServingError, KeyError):
+        return ()
+
+
+def _shown(settings: ServingSettings) -> dict[str, Any]:
+    """The settings without the version: in a running server, that one only says how the model was loaded."""
+    shown = asdict(settings)
+    del shown["version"]
+    return shown
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

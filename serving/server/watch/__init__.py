@@ -1,1 +1,0 @@
-"""Watch a running tritonserver: its process, its models and their release files."""

@@ -1,0 +1,361 @@
+"""The operations port: its answers, and what those get who would fill it. Others here have real servers."""
+
+import http.client
+import socket
+import ssl
+import sys
+import time
+import tracemalloc
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from hypothesis import given
+from hypothesis.strategies import binary, builds, just
+
+from serving.errors import ConfigurationError, ServerUnavailable
+from serving.server import Access, ServerTls, health_http
+from serving.server.health_http import Condition, operations_port
+from tests.support.certificates import write_certificates
+
+PAGE = b"""# HELP tbe_host_replicas_up Replicas that answer
+tbe_host_replicas_up{host="0",model="m",version="1"} 2
+tbe_host_replicas_up{host="1",model="m",version="1"} 0
+tbe_requests_total{model="m",version="1"} 0
+"""
+OWN = b"""# HELP tbe_ready Whether the server is ready: 1 or 0
+# TYPE tbe_ready gauge
+tbe_ready 1
+# HELP tbe_restarts_total Times tritonserver was started anew
+# TYPE tbe_restarts_total counter
+tbe_restarts_total 0
+"""
+PATIENT_S = 60
+
+
+@contextmanager
+def listening(
+    condition: Condition | None = None, access: Access | None = None, page: bytes = PAGE
+) -> Iterator[tuple[str, int]]:
+    """An operations port; its address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        access = access or Access()
+        condition = condition or Condition(server=None, tls=access.tls)
+        port = operations_port(listener, condition, lambda: page, access)
+        with port:
+            yield listener.getsockname()
+
+
+def asked(url: str, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENT_S, context=tls) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def url_of(address: tuple[str, int], path: str, scheme: str = "http") -> str:
+    return f"{scheme}://{address[0]}:{address[1]}{path}"
+
+
+def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
+    """All that comes back."""
+    with socket.create_connection(address, PATIENT_S) as client:
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -> None:
+    condition = Condition()
+    with listening(condition) as address:
+        ready, live = url_of(address, "/readyz"), url_of(address, "/livez")
+        assert asked(ready) == (503, "not ready: starting\n")
+        assert asked(live) == (200, "alive\n")
+        condition.server = None
+        assert asked(ready) == (200, "ready\n")
+        condition.models = {"b": "a process of its died; it is loaded anew", "a": "it was paused"}
+        assert asked(ready) == (
+            503,
+            "not ready: model 'a': it was paused\nnot ready: model 'b': a process of its died; it is loaded anew\n",
+        )
+        condition.models.clear()
+        condition.is_stopping = True
+        assert asked(ready) == (503, "not ready: stopping\n")
+        assert asked(live) == (200, "alive\n")
+
+
+def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
+    with listening(Condition(server=None, seen=time.monotonic() - 61)) as address:
+        status, said = asked(url_of(address, "/livez"))
+        assert (status, said[:40]) == (503, "not alive: nobody has looked after trito")
+    with listening(Condition(server=None, seen=time.monotonic() - 1)) as address:
+        assert asked(url_of(address, "/livez"))[0] == 200
+
+
+def test_a_router_whose_host_is_lost_stays_ready_and_says_so() -> None:
+    with listening() as address:
+        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
+        assert asked(url_of(address, "/readyz?verbose")) == (200, 'ready\nlost: host="1",model="m",version="1"\n')
+
+
+def test_metrics_are_passed_on_behind_those_of_the_server() -> None:
+    with listening() as address:
+        with urllib.request.urlopen(url_of(address, "/metrics"), timeout=PATIENT_S) as response:
+            assert response.read() == OWN + PAGE
+            assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+        head = answer_to(address, b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert head.endswith(b"\r\n\r\n")
+        assert b"Content-Length: %d\r\n" % len(OWN + PAGE) in head
+
+
+def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
+    def scrape() -> bytes:
+        raise ServerUnavailable("tritonserver: no answer: gone")
+
+    condition = Condition(server="tritonserver died; it is started anew", restarts=2)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        with operations_port(listener, condition, scrape, Access()):
+            url = url_of(listener.getsockname(), "")
+            page = OWN.replace(b"ready 1", b"ready 0").replace(b"total 0", b"total 2")
+            assert asked(f"{url}/metrics") == (200, page.decode())
+            condition.server = None
+            assert asked(f"{url}/readyz?verbose") == (200, "ready\n")
+
+
+def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: Path) -> None:
+    """A file that was renewed since is not what is served."""
+    condition = Condition(tls=tls_of(pems))
+    condition.note_start()
+    seen = x509.load_pem_x509_certificate((pems / "server.pem").read_bytes()).not_valid_after_utc.timestamp()
+    line = f"\ntbe_certificate_expires_timestamp_seconds {seen:.0f}\n".encode()
+    assert line in condition.metrics()
+    renewed = write_certificates(pems / "renewed", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
+    for name in ("server.pem", "server.key"):
+        (pems / name).write_bytes((renewed / name).read_bytes())
+    assert line in condition.metrics()
+    condition.note_start()
+    assert line not in condition.metrics()
+    (pems / "server.pem").unlink()
+    condition.note_start()  # tritonserver itself says that it cannot be read
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"GET /metrics/../livez HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n", 405),
+        (b"GET /livez HTTP/1.1\r\n\r\n", 400),  # without Host
+        (b"GET /livez HTTP/1.0\r\n\r\n", 200),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),  # TLS
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", 200),
+        (b"GET /livez HTTP/1.1\r\nX: " + b"a" * 17_000, 431),
+    ],
+)
+def test_what_else_is_asked_is_answered_with_its_status(sent: bytes, status: int) -> None:
+    with listening() as address:
+        assert answer_to(address, sent).split(b" ")[1] == b"%d" % status
+
+
+@given(sent=binary(max_size=200) | builds(bytes.__add__, just(b"GET /livez HTTP/1.1\r\n"), binary(max_size=200)))
+def test_whatever_is_sent_the_next_is_answered(sent: bytes) -> None:
+    with listening() as address:
+        with socket.create_connection(address, PATIENT_S) as client, suppress(ConnectionResetError):
+            client.sendall(sent)
+            client.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+        assert asked(url_of(address, "/livez")) == (200, "alive\n")
+
+
+def test_a_connection_that_closes_before_it_asked_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as address:
+        assert answer_to_nothing(address) == b""
+        assert asked(url_of(address, "/livez"))[0] == 200
+    assert caplog.records == []
+
+
+def answer_to_nothing(address: tuple[str, int]) -> bytes:
+    with socket.create_connection(address, PATIENT_S) as client:
+        client.shutdown(socket.SHUT_WR)
+        return client.recv(100)
+
+
+@pytest.mark.parametrize("of", ["body", "headers"])
+def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
+    """Triton 2.51 grew to 3 GB by 17 MiB of chunks of one byte."""
+    start = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"
+    start, piece = {"body": (start + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"), "headers": (start, b"a")}[
+        of
+    ]
+    pieces = piece * 10_000
+    with listening() as address, socket.create_connection(address, PATIENT_S) as client:
+        tracemalloc.start()
+        try:
+            client.sendall(start)
+            with suppress(OSError):  # it is answered, and hears no more
+                for _ in range((17 << 20) // len(pieces)):
+                    client.sendall(pieces)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        assert asked(url_of(address, "/livez"))[0] == 200
+
+
+def test_who_holds_connections_keeps_no_probe_out() -> None:
+    with listening() as address, ExitStack() as held:
+        clients = [held.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(300)]
+        for client in clients[::2]:
+            with suppress(OSError):
+                client.sendall(b"GET /readyz HTTP/1.1\r\n")
+        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
+        # The oldest have ended.
+        for client in clients[: 300 - health_http._MOST]:
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+
+
+def test_a_connection_that_asks_too_slowly_or_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_http, "_PATIENCE_S", 0.3)
+    with listening(page=b"#" * (64 << 20)) as address, socket.create_connection(address, PATIENT_S) as slow:
+        slow.sendall(b"GET /livez HTTP/1.1\r\n")
+        with suppress(ConnectionResetError):
+            assert slow.recv(1) == b""
+        assert any(read_after(address, waited_s) < 64 << 20 for waited_s in (1, 5, 30))  # what the kernel had
+
+
+def read_after(address: tuple[str, int], waited_s: float) -> int:
+    """How many bytes of metrics come to who does not read for a while."""
+    got = 0
+    with socket.create_connection(address, PATIENT_S) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(waited_s)
+        with suppress(ConnectionResetError):
+            while piece := client.recv(1 << 20):
+                got += len(piece)
+    return got
+
+
+@pytest.fixture
+def pems(tmp_path: Path) -> Path:
+    return write_certificates(tmp_path, server="127.0.0.1")
+
+
+def tls_of(pems: Path) -> ServerTls:
+    return ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
+
+
+def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
+    trusts = ssl.create_default_context(cafile=pems / "root.pem")
+    access = Access(tls=tls_of(pems), operations_tls=True)
+    condition = Condition(server=None, tls=access.tls)
+    with listening(condition, access) as address:
+        assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
+        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (condition.metrics() + PAGE).decode())
+        with pytest.raises((http.client.HTTPException, OSError)):
+            asked(url_of(address, "/readyz"))
+    with listening(access=Access(tls=tls_of(pems))) as address:  # gRPC has it, this has not
+        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
+
+
+def test_handshakes_that_never_end_take_a_bounded_number_of_files(
+    pems: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_http, "_MOST_HANDSHAKES", 10)
+    monkeypatch.setattr(health_http, "_HANDSHAKE_S", 1.0)
+    trusts = ssl.create_default_context(cafile=pems / "root.pem")
+    with listening(access=Access(tls=tls_of(pems), operations_tls=True)) as address, ExitStack() as held:
+        clients = [held.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(50)]
+        for client in clients:  # 40 at once, and the others when their time is over
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
+
+
+def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> None:
+    """What the metric says is what both serve."""
+    access = Access(tls=tls_of(pems), operations_tls=True)
+    condition = Condition(tls=access.tls)
+    old = write_certificates(pems / "old", expires=datetime.now(UTC) + timedelta(days=2), server="127.0.0.1")
+
+    def served(address: tuple[str, int]) -> float:
+        pem = ssl.get_server_certificate(address, timeout=PATIENT_S)
+        return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
+
+    with listening(condition, access) as address:
+        before = condition.certificate_expires
+        assert served(address) == before
+        renewed = write_certificates(pems / "new", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
+        for name in ("server.pem", "server.key"):
+            (pems / name).write_bytes((renewed / name).read_bytes())
+        assert served(address) == before
+        condition.note_start()
+        assert served(address) == condition.certificate_expires != before
+        (pems / "server.pem").write_bytes((old / "server.pem").read_bytes())  # whose key is another
+        condition.note_start()
+        assert served(address) == condition.certificate_expires != before
+
+
+def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
+    with listening(access=Access(operations_token="s3cret.token")) as address:
+        assert asked(url_of(address, "/readyz"))[0] == asked(url_of(address, "/livez"))[0] == 200
+        wrong: list[dict[str, str]] = [
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "s3cret.token"},
+            {"Authorization": "Bearer s3cret.token "[:-2]},
+        ]
+        for headers in wrong:
+            assert asked(url_of(address, "/metrics"), None, **headers) == (
+                401,
+                "expected the token: `Authorization: Bearer TOKEN`\n",
+            )
+        assert asked(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (200, (OWN + PAGE).decode())
+        told = answer_to(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"WWW-Authenticate: Bearer\r\n" in told
+
+
+@pytest.mark.parametrize("token", ["", "two words", "a\nb", "ümlaut", "a:b"])
+def test_what_is_no_token_is_refused(token: str) -> None:
+    with pytest.raises(ConfigurationError, match="--operations-token: expected a file with one line"):
+        Access(operations_token=token)
+    assert "s3cret" not in repr(Access(operations_token="s3cret"))
+
+
+def test_tls_needs_a_certificate() -> None:
+    with pytest.raises(ConfigurationError, match="--operations-tls: expected --tls-cert and --tls-key beside it"):
+        Access(operations_tls=True)
+
+
+def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "h11", None)
+    monkeypatch.setattr(health_http, "find_spec", lambda _: None)
+    with (
+        pytest.raises(
+            ConfigurationError, match="h11 is not installed, which the operations port needs: `pip install h11`"
+        ),
+        listening(),
+    ):
+        pass
+
+
+def test_a_port_that_was_taken_meanwhile_is_said() -> None:
+    with socket.socket() as other, socket.socket() as listener:
+        for each in (other, listener):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        listener.bind(other.getsockname())
+        other.listen()
+        port = operations_port(listener, Condition(), lambda: PAGE, Access())
+        with pytest.raises(ConfigurationError, match=r"--operations-port \d+: cannot listen on 127\.0\.0\.1"), port:
+            pass

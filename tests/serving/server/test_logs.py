@@ -1,0 +1,64 @@
+"""The log of `tbe-serve run`: all that happens, whoever says it, as objects of JSON."""
+
+import json
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from serving.client import LookupClient
+from serving.errors import InvalidRequest
+from tests.serving.server.test_releases import wait_until
+from tests.serving.server.test_versions import export_version
+from tests.support.servers import running, stubs, tbe_serve, wait_for_answer
+
+# Of each event of this test that has a model: its level, and who says it.
+EVENTS = {
+    "refused": ("WARNING", "model"),
+    "switched": ("INFO", "tbe-serve"),
+    "model_died": ("ERROR", "tbe-serve"),
+    "model_recovered": ("INFO", "tbe-serve"),
+}
+
+
+def test_all_that_happens_is_a_line_of_json(tmp_path: Path) -> None:
+    repository = tmp_path / "r"
+    for version in (1, 2):
+        export_version(repository, version)
+    with running(repository, "--log-format", "json") as server:
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(server.process.stderr or ()), daemon=True)
+        reader.start()
+        with LookupClient(server.grpc, "m", 60) as client:
+            for _ in range(50):
+                with pytest.raises(InvalidRequest, match="feature 'x'"):
+                    client.lookup({"x": [[-1]]})
+            assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
+            wait_until(lambda: len(stubs(server.triton, "m")) == 1)  # version 2 has ended
+            stubs(server.triton, "m")[0].kill()
+            wait_until(lambda: any("model_recovered" in line for line in lines))
+            wait_for_answer(client)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        reader.join(60)
+    events = [json.loads(line) for line in lines]
+    for each in events:
+        assert {"time", "level", "source", "event", "message"} <= each.keys()
+        assert "\x1b" not in each["message"]
+    assert [each["time"] for each in events] == sorted(each["time"] for each in events)
+    for event, expected in EVENTS.items():
+        found = [each for each in events if each["event"] == event]
+        assert {(each["level"], each["source"]) for each in found} == {expected}, event
+        assert {each["model"] for each in found} == {"m"}
+    (switched,) = [each for each in events if each["event"] == "switched"]
+    assert (switched["version"], switched["message"]) == (1, "model 'm': serves version 1, before 2")
+    assert {each["version"] for each in events if each["event"] in ("model_died", "model_recovered")} == {1}
+    refused = [each for each in events if each["event"] == "refused"]
+    assert refused[0]["version"] == 2
+    assert refused[0]["message"].startswith("feature 'x': ")
+    assert len(refused) < 20  # of 50: at most one in ten seconds
+    order = [
+        each["event"] for each in events if each["event"] in ("ready", "model_died", "model_recovered", "stopping")
+    ]
+    assert order == ["ready", "model_died", "model_recovered", "stopping"]

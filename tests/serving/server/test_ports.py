@@ -1,0 +1,130 @@
+"""Free ports, and ports that several processes share."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+
+import psutil
+import pytest
+
+from serving.server import Access
+from serving.server.ports import Gate, free_ports
+from tests.support.servers import FREE
+
+
+def test_servers_that_start_together_take_different_ports() -> None:
+    with contextlib.ExitStack() as starting:
+        taken = [starting.enter_context(free_ports(Access(http=True), FREE)) for _ in range(300)]
+    chosen = [port for each in taken for port in (each.grpc, each.http, each.operations)]
+    assert len(set(chosen)) == 900
+
+
+# Listens as gRPC does, by three sockets, and answers with its name.
+_LISTENING = """
+import selectors, socket, sys
+family, host, port, name = getattr(socket, sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+selector = selectors.DefaultSelector()
+for _ in range(3):
+    listener = socket.socket(family)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.listen(64)
+    selector.register(listener, selectors.EVENT_READ)
+print("listens", flush=True)
+kept = []
+while True:
+    for key, _ in selector.select():
+        kept.append(key.fileobj.accept()[0])
+        kept[-1].sendall(name.encode())
+"""
+
+
+def answers(port: int) -> Counter[str]:
+    """Who answers fifty new connections. The first that is turned away is the last."""
+    found: Counter[str] = Counter()
+    for _ in range(50):
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                found[connection.recv(10).decode()] += 1
+        except ConnectionResetError:
+            found["turned away"] += 1
+            break
+    return found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host: str) -> None:
+    """Through six handovers; whoever ends, and whenever."""
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(free_ports(Access(), FREE)).grpc
+        gate = Gate(host, port)
+        stack.callback(gate.close)
+        is_mapped = host == "127.0.0.1" and socket.has_dualstack_ipv6()
+
+        def start(name: str) -> "subprocess.Popen[str]":
+            gate.before_start()
+            family, address = ("AF_INET6", f"::ffff:{host}") if is_mapped else ("AF_INET", host)
+            command = [sys.executable, "-c", _LISTENING, family, address, str(port), name]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "listens\n"
+            return process
+
+        def end(process: "subprocess.Popen[str]") -> None:
+            process.kill()
+            process.wait()
+
+        assert answers(port) == {"turned away": 1}
+        before = len(gate_sockets(port))
+        present = start("0")
+        assert gate.is_shared_with(present.pid)
+        for name in "123456":
+            held = socket.create_connection(("127.0.0.1", port))
+            stack.callback(held.close)
+            assert held.recv(1) == str(int(name) - 1).encode()
+            failed = start("-")  # ends before it is led to
+            assert answers(port) == {str(int(name) - 1): 50}
+            end(failed)
+            assert answers(port) == {str(int(name) - 1): 50}
+            following = start(name)
+            assert answers(port) == {str(int(name) - 1): 50}
+            gate.hand_over(present.pid)
+            assert answers(port) == {name: 50}
+            assert gate.has_connections(present.pid)
+            end(present)
+            assert not gate.has_connections(present.pid)
+            assert answers(port) == {name: 50}
+            gate.settle()
+            assert answers(port) == {name: 50}
+            assert len(gate_sockets(port)) == before + int(name)  # one stays of each handover
+            present = following
+        gate.hand_over(present.pid)  # to a process that dies before the one before has ended
+        end(present)
+        assert answers(port) == {"turned away": 1}
+        gate.start()
+        present = start("anew")
+        assert answers(port) == {"anew": 50}
+        following = start("last")
+        gate.hand_over(present.pid)
+        end(present)
+        gate.settle()
+        assert answers(port) == {"last": 50}
+        assert not gate.has_connections(following.pid)
+        following.send_signal(signal.SIGSTOP)  # it accepts nothing
+        held = socket.create_connection(("127.0.0.1", port))
+        stack.callback(held.close)
+        assert gate.has_connections(following.pid)
+
+
+def gate_sockets(port: int) -> list[int]:
+    """Sockets of this process that listen on a port."""
+    here = psutil.Process().net_connections("tcp")
+    return [each.fd for each in here if each.laddr.port == port and each.status == psutil.CONN_LISTEN]

@@ -1,0 +1,174 @@
+"""Where a running server is found, and its key."""
+
+import json
+import os
+import subprocess
+import sys
+from io import BufferedReader
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from serving.errors import ConfigurationError
+from serving.files import open_file
+from serving.server import run_file as run_file_module
+from serving.server.run_file import KeptRunFile, RunFile, find_run_file
+from tests.support.servers import apart
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return RunFile(grpc="127.0.0.1:8001", control="unix:/c", key=KEY, repository="/r", private=None, process=1)
+
+
+def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
+    with KeptRunFile(run_file).kept():
+        (folder,) = tmp_path.iterdir()
+        (file,) = folder.iterdir()
+        assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+        assert find_run_file("127.0.0.1:8001") == find_run_file("localhost:8001") == run_file
+        assert find_run_file("127.0.0.1:8002") is None
+        assert KEY not in repr(run_file)
+    assert find_run_file("127.0.0.1:8001") is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_key_is_not_sent_to_another_machine(run_file: RunFile) -> None:
+    with KeptRunFile(run_file).kept():
+        assert find_run_file("10.0.0.1:8001") is None
+        assert find_run_file("lookup.example:8001") is None
+
+
+def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: RunFile) -> None:
+    with KeptRunFile(run_file).kept():
+        (folder,) = tmp_path.iterdir()
+        folder.chmod(0o755)
+        assert find_run_file("127.0.0.1:8001") is None
+    with (
+        pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
+        KeptRunFile(run_file).kept(),
+    ):
+        pass
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
+        KeptRunFile(run_file).kept(),
+    ):
+        pass
+
+
+def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
+    with KeptRunFile(run_file).kept():
+        (file,) = tmp_path.rglob("*.json")
+        file.write_bytes(b"{")
+        assert find_run_file("127.0.0.1:8001") is None
+
+
+def test_two_servers_with_one_port_have_a_file_each(run_file: RunFile) -> None:
+    """As those of two addresses of this machine do; and one that listens everywhere, or on a network."""
+    other = msgspec.structs.replace(run_file, grpc="127.0.0.2:8001", key="another")
+    with KeptRunFile(run_file).kept():
+        with KeptRunFile(other).kept():
+            assert find_run_file("127.0.0.1:8001") == find_run_file("localhost:8001") == run_file
+            assert find_run_file("127.0.0.2:8001") == other
+            assert find_run_file("127.0.0.3:8001") is None
+        assert find_run_file("127.0.0.1:8001") == run_file
+        assert find_run_file("127.0.0.2:8001") is None
+    for host in ("0.0.0.0", "10.1.2.3"):
+        anywhere = msgspec.structs.replace(run_file, grpc=f"{host}:8001")
+        with KeptRunFile(anywhere).kept():
+            assert find_run_file("127.0.0.1:8001") == find_run_file("127.0.0.2:8001") == anywhere
+
+
+OTHER_SERVER = """
+import sys
+from serving.server import run_file as run_file_module
+from serving.server.run_file import KeptRunFile, RunFile, find_run_file
+mine = RunFile(grpc="127.0.0.1:8001", control="unix:/o", key="other", repository="/o", private=None, process=2)
+print(find_run_file("127.0.0.1:8001") is None)
+with KeptRunFile(mine).kept():
+    print(find_run_file("127.0.0.1:8001").key, flush=True)
+    if "killed" in sys.argv:
+        os = __import__("os")
+        os.kill(os.getpid(), 9)
+    input()
+"""
+
+
+def other_server(*within: str, killed: bool = False) -> "subprocess.Popen[str]":
+    arguments = [*within, sys.executable, "-c", OTHER_SERVER, *(["killed"] if killed else [])]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_of_another_network_namespace_is_another_and_removes_its_own_file_alone(
+    tmp_path: Path, run_file: RunFile
+) -> None:
+    with KeptRunFile(run_file).kept():
+        with other_server(*apart()) as other:
+            assert other.stdout is not None
+            assert [other.stdout.readline() for _ in range(2)] == ["True\n", "other\n"]
+            assert len(list(tmp_path.rglob("*.json"))) == 2
+            assert find_run_file("127.0.0.1:8001") == run_file
+            other.communicate("\n")
+        assert find_run_file("127.0.0.1:8001") == run_file
+
+
+def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_by_the_next(
+    tmp_path: Path, run_file: RunFile
+) -> None:
+    with other_server(killed=True) as other:
+        other.communicate()
+    (left,) = tmp_path.rglob("*.json")
+    assert json.loads(left.read_bytes())["key"] == "other"
+    assert find_run_file("127.0.0.1:8001") is None
+    with KeptRunFile(run_file).kept():
+        assert not left.exists()
+        assert find_run_file("127.0.0.1:8001") == run_file
+
+
+def test_a_file_that_somebody_removed_is_written_again_while_the_server_runs(
+    tmp_path: Path, run_file: RunFile
+) -> None:
+    kept = KeptRunFile(run_file)
+    with kept.kept():
+        (file,) = tmp_path.rglob("*.json")
+        file.unlink()
+        assert find_run_file("127.0.0.1:8001") is None
+        kept.restore()
+        assert find_run_file("127.0.0.1:8001") == run_file
+        file.unlink()
+        os.rmdir(file.parent)
+        kept.note(recoveries=1)
+        found = find_run_file("127.0.0.1:8001")
+        assert found is not None
+        assert found.recoveries == 1
+        assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    kept.note(recoveries=2)
+    kept.restore()
+    assert not file.exists()
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
+    tmp_path: Path, run_file: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old file is unlocked by then, and is nobody's to remove."""
+    kept = KeptRunFile(run_file)
+    with kept.kept():
+        (file,) = tmp_path.rglob("*.json")
+
+        def replaced_then(path: Path) -> BufferedReader:
+            found = open_file(path)
+            kept.note(recoveries=kept.content.recoveries + 1)
+            return found
+
+        monkeypatch.setattr(run_file_module, "open_file", replaced_then)
+        assert find_run_file("127.0.0.1:8001") is not None
+        other = msgspec.structs.replace(run_file, grpc="127.0.0.1:8002")
+        with KeptRunFile(other).kept():
+            assert file.exists()

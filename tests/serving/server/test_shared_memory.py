@@ -1,0 +1,106 @@
+"""Shared memory of servers that are no more is removed, and no other."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from serving.errors import TritonserverFailed
+from serving.server import shared_memory
+from serving.server.shared_memory import is_open, region_prefix
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(shared_memory, "_FOLDER", folder)
+    return folder
+
+
+def left(folder: Path, name: str) -> list[Path]:
+    """What a server leaves that is killed."""
+    paths = [folder / f"tbe-serving-{name}{end}" for end in (".lock", "-a", "-b")]
+    for path in paths:
+        path.write_bytes(b"x")
+    return paths
+
+
+def test_a_server_s_regions_are_removed_at_its_end(shm: Path) -> None:
+    with region_prefix() as first, region_prefix() as second:
+        assert first != second
+        (shm / f"{first}-a").touch()
+        (shm / f"{second}-a").touch()
+        with region_prefix():
+            assert len(list(shm.iterdir())) == 5  # who lives keeps what it has
+    assert list(shm.iterdir()) == []
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
+    left(shm, "dead")
+    living = left(shm, "living")
+    (shm / "triton_python_backend_shm_region_of_somebody").touch()
+    with living[0].open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with region_prefix() as mine:
+            names = {path.name for path in shm.iterdir()} - {f"{mine}.lock"}
+    assert names == {path.name for path in living} | {"triton_python_backend_shm_region_of_somebody"}
+
+
+def test_a_server_that_starts_at_the_same_moment_takes_nothing_away(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, others = fcntl.flock, ["another"]
+
+    def another_starts_first(file: int, operation: int) -> None:
+        if others:
+            others.clear()
+            with region_prefix():
+                pass
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", another_starts_first)
+    with region_prefix() as prefix:
+        assert [path.name for path in shm.iterdir()] == [f"{prefix}.lock"]
+
+
+def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Path) -> None:
+    """Everybody may write to /dev/shm."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (shm / "tbe-serving-link.lock").symlink_to(precious)
+    (shm / "tbe-serving-*.lock").touch()
+    living = left(shm, "living")
+    with living[0].open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with region_prefix():
+            assert all(path.exists() for path in living)
+    assert precious.read_text() == "precious"
+
+
+def test_what_another_user_left_is_theirs(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = left(shm, "theirs")
+    monkeypatch.setattr(os, "getuid", lambda: paths[0].stat().st_uid + 1)
+    with region_prefix():
+        pass
+    assert all(path.exists() for path in paths)
+
+
+def test_a_region_that_others_can_open_is_noticed(shm: Path) -> None:
+    with region_prefix() as prefix:
+        (shm / f"{prefix}-a").touch()
+        (shm / f"{prefix}-a").chmod(0o600)
+        (shm / "another").touch()
+        assert not is_open(prefix)
+        (shm / f"{prefix}-a").chmod(0o644)
+        assert is_open(prefix)
+
+
+def test_no_place_for_shared_memory_is_said(shm: Path) -> None:
+    shm.rmdir()
+    with pytest.raises(
+        TritonserverFailed, match=r"shm/tbe-serving-.*\.lock: cannot be made: No such file or directory"
+    ):
+        region_prefix().__enter__()

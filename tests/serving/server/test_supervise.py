@@ -1,0 +1,238 @@
+"""`tbe-serve run` goes on: tritonservers that die, models that hang, and what cannot be served."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from export import export_model
+from serving.client import LookupClient, Retries
+from serving.errors import ServingError
+from serving.server.run_file import find_run_file
+from serving.server.supervise import MOST
+from tests.support.models import SUM, collection
+from tests.support.often import one_in
+from tests.support.servers import (
+    FREE_PORTS,
+    apart,
+    hurried,
+    replace_model_py,
+    running,
+    stubs,
+    tbe_serve,
+    wait_for_answer,
+)
+from tests.support.watched import PATIENCE_S, another_answers, ended, listening, stopped, wait_until
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    export_model(collection(SUM), tmp_path / "r", "m")
+    return tmp_path / "r"
+
+
+def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
+    with running(one_model) as server:
+        assert server.http is None
+        ours = psutil.Process(server.process.pid)
+        for process, address in ((server.triton, server.grpc), (ours, server.operations)):
+            assert {port for _, port in listening(process)} == {int(address.rpartition(":")[2])}
+        run_file = find_run_file(server.grpc)
+        assert run_file is not None
+        control = Path(run_file.control.removeprefix("unix:"))
+        assert control.is_socket()
+        assert control.parent.stat().st_mode & 0o077 == 0
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 1\n"
+    assert not control.parent.exists()
+
+
+def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
+    repository: Path, one_model: Path
+) -> None:
+    """They share the folder for temporary files, as containers may. Each is found where it listens, and no other."""
+    export_model(collection(SUM), repository, "m")
+    with running(repository) as server:
+        port = server.grpc.rpartition(":")[2]
+        switched = ("load", "m", "--version", "1", "--url", server.grpc)
+        with running(one_model, "--grpc-port", port, within=apart()):
+            done = tbe_serve(*switched)
+            assert done.stdout == "m: version 2 → 1\n", done.stderr
+        done = tbe_serve(*switched)
+        assert done.stdout == "m: version 1 → 1\n", done.stderr
+        for kept in (Path(tempfile.gettempdir()) / f"tbe-serve-{os.getuid()}").glob(f"{port}*.json"):
+            kept.unlink()
+        wait_until(lambda: find_run_file(server.grpc) is not None, "its control file was not written again")
+        assert tbe_serve(*switched).stdout == "m: version 1 → 1\n"
+
+
+def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
+    with running(one_model, "--host", "0.0.0.0", "--insecure", "--http") as server:
+        assert server.http is not None
+        for address in (server.grpc, server.http, server.operations):
+            port = int(address.rpartition(":")[2])
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("::1", port), timeout=10)
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))  # there is IPv6 here: it could have been reached
+
+
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGABRT]))
+def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, number: signal.Signals) -> None:
+    """With the version that it was told to serve, not what config.pbtxt says or what was published since."""
+    export_model(collection(SUM), repository, "m")
+    with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:
+        assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
+        before = client.lookup({"x": [[1, 2]]})
+        time.sleep(5)  # the supervisor has seen it
+        export_model(collection(SUM), repository, "m")
+        died = stubs(server.triton, "m")
+        server.triton.send_signal(number)
+        wait_until(lambda: another_answers(server, "m", died), "it was not started anew")
+        wait_for_answer(client)
+        again = client.lookup({"x": [[1, 2]]})
+        assert again.version == before.version == 1
+        np.testing.assert_array_equal(again["x"], before["x"])
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 3\n"
+        run_file = find_run_file(server.grpc)
+        assert run_file is not None
+        assert run_file.key not in " ".join(server.triton.cmdline())
+        code, said = stopped(server)
+    assert code == 0
+    assert f"tritonserver died ({number.name}); starting it anew, 1 of at most {MOST} times" in said
+    assert "model 'm': serves again after" in said
+
+
+def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
+    with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
+        assert server.process.stderr is not None
+        said = []
+        for _ in range(3):
+            server.triton.kill()
+            for line in server.process.stderr:
+                said.append(line)
+                if "serves again after" in line:
+                    break
+            wait_for_answer(client)
+            assert tbe_serve("health", "m", "--url", server.grpc).returncode == 0
+        assert stopped(server)[0] == 0
+    starts = [line for line in said if f"of at most {MOST} times" in line]
+    assert len(starts) == 3
+    assert [line for line in starts if ", in " in line] == []
+
+
+def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
+    with running(repository, first=hurried("supervise")) as server:
+        shutil.rmtree(repository)
+        server.triton.kill()
+        code, said = ended(server)
+    assert code == 1
+    assert said.count("; starting it anew, ") == MOST
+    assert [pause for pause in ("1", "3", "7", "15") if f"times, in {pause} s\n" not in said] == []
+    reason = f"creating server: Internal - failed to stat file {repository}"
+    assert f"tritonserver died again (1: {reason}), after {MOST} starts within 10 minutes" in said
+
+
+@pytest.mark.parametrize("asked", one_in(2, [True, False]), ids=["asked", "idle"])
+def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bool) -> None:
+    with running(repository) as server, LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client:
+        expected = client.lookup({"x": [[1, 2]]})
+        paused = stubs(server.triton, "m")
+        for stub in paused:
+            stub.suspend()
+        if asked:
+            with pytest.raises(ServingError):
+                client.lookup({"x": [[1]]}, timeout_s=2)
+        wait_until(lambda: another_answers(server, "m", paused), "it was not replaced")
+        wait_for_answer(client)
+        np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], expected["x"])
+        assert not any(stub.is_running() for stub in paused)
+        code, said = stopped(server)
+    assert code == 0
+    assert "model 'm': a process of its was paused; loading it anew" in said
+
+
+def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
+    with running(repository) as server:
+        triton = server.triton
+        left = stubs(triton, "m")
+        server.process.kill()
+        triton.kill()
+        assert left
+        assert psutil.wait_procs(left, PATIENCE_S)[1] == []
+
+
+LOOP = """
+import time
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+answer = Engine.answer
+
+def answer_or_hang(self, requests):
+    while Path({loop!r}).exists():
+        time.sleep(0.01)
+    return answer(self, requests)
+
+Engine.answer = answer_or_hang
+"""
+
+
+def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
+    loop = repository.with_name("loop")
+    replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
+    with (
+        running(repository, first=hurried("hang_check")) as server,
+        LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client,
+    ):
+        client.lookup({"x": [[1]]})
+        hung = stubs(server.triton, "m")
+        loop.touch()
+        with pytest.raises(ServingError):
+            client.lookup({"x": [[1]]}, timeout_s=2)
+        wait_until(lambda: not any(stub.is_running() for stub in hung), "it was not replaced")
+        loop.unlink()
+        wait_for_answer(client)
+        code, said = stopped(server)
+    assert code == 0
+    assert "model 'm': it answered nobody for 25 s; loading it anew" in said
+
+
+def test_a_model_whose_folder_is_gone_too_ends_the_server_with_the_reason(repository: Path) -> None:
+    with running(repository) as server:
+        shutil.rmtree(repository / "m")
+        for stub in stubs(server.triton, "m"):
+            stub.kill()
+        code, said = ended(server)
+    assert code == 1
+    assert "model 'm': a process of its died; loading it anew" in said
+    assert "failed to poll from model repository" in said.splitlines()[-1]
+
+
+def test_an_option_that_triton_does_not_know_is_named_in_one_line(one_model: Path) -> None:
+    done = tbe_serve("run", str(one_model), *FREE_PORTS, "--", "--no-such-option")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) < 10
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("tbe-serve: tritonserver exited with 1 before its models were ready: ")
+    assert last.endswith("unrecognized option '--no-such-option'")
+
+
+@pytest.mark.long
+def test_a_model_that_does_not_load_is_the_last_line_of_the_command(repository: Path) -> None:
+    os.truncate(repository / "m" / "1" / "weights.0.bin", 100)
+    done = tbe_serve("run", str(repository), *FREE_PORTS)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "failed to load 'm' version 1" in last
+    assert last.endswith("weights.0.bin: expected 800 bytes, got 100: publish the bundle again")
+    assert json.loads((repository / "m" / "1" / "manifest.json").read_text())
