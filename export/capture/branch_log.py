@@ -4,7 +4,6 @@ Nobody may tell from an answer which way it was. So each decision is noted, with
 """
 
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,13 +140,6 @@ def branches_on_ids(
         if always not in (True, False) or bool(always) != holds:
             found[number] = line
     return found
-
-
-def raised_by_model(error: BaseException | None) -> bool:
-    """Whether a line of the model's own code raised an error: it cannot be called so."""
-    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-    is_own = bool(frames) and is_user_code(Path(frames[-1].filename))
-    return is_own and (isinstance(error, AssertionError) or (frames[-1].line or "").startswith("raise"))
 
 
 def modules_of(model: nn.Module) -> list[ModuleType]:

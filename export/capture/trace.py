@@ -16,7 +16,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import Bag, RequestKjt
-from export.capture.branch_log import BranchLog, branches_on_ids, guard_on_ids, raised_by_model, symbols_of
+from export.capture.branch_log import BranchLog, branches_on_ids, guard_on_ids, symbols_of
 from export.capture.call_signature import Signature
 from export.capture.export_patches import traceable
 from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
@@ -25,6 +25,7 @@ from export.capture.output_names import named_outputs
 from export.capture.outside_reads import TIME_ADVICE
 from export.capture.row_counts import Input
 from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
+from export.capture.value_checks import failed_check
 from export.errors import ModelError, first_line
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.source_location import current_line, line_of, line_of_error
@@ -112,7 +113,7 @@ def trace_model(
         try:
             is_same = _are_same(module, followed(otherwise, later_s)[0])
         except ModelError as error:
-            is_same = raised_by_model(error.__cause__)
+            is_same = failed_check(error.__cause__)
         if not is_same:  # else it is no part of what is answered, such as a line of a log
             raise ModelError(f"{type(model).__name__}: what its forward does hangs on {what}: expected {expected}")
 

@@ -7,6 +7,7 @@ one that the example passed by, since a request that does not pass has no answer
 import ast
 import linecache
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,6 +90,20 @@ def asking_check() -> FrameType | None:
     return frames[0]
 
 
+def failed_check(error: BaseException | None) -> bool:
+    """Whether an `assert`, a `raise` or a check function of torch in the model's code raised an error."""
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if is_user_code(Path(frame.filename))]
+    if not user_frames:
+        return False
+    frame = user_frames[-1]
+    statements = _around(frame.filename, frame.lineno or 0, frame.colno or 0)
+    statement = statements[0] if statements else None
+    if frame is frames[-1]:
+        return isinstance(error, AssertionError) or isinstance(statement, ast.Raise)
+    return isinstance(statement, ast.Expr) and _calls_check_of_torch(statement)
+
+
 def _frames() -> Iterator[FrameType]:
     """The frames of the user's code, from the inner one to the outer one; without those that called the export."""
     frame: FrameType | None = sys._getframe(1)
@@ -112,7 +127,7 @@ def _is_check(path: str, line: int, column: int) -> bool:
         condition: ast.expr = inner.test
     elif isinstance(inner, ast.If) and any(map(_raises, (inner.body, inner.orelse))):
         condition = inner.test
-    elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) and _name_of(inner.value) in _TORCHS:
+    elif isinstance(inner, ast.Expr) and _calls_check_of_torch(inner):
         condition = inner.value
     else:
         return False
@@ -130,8 +145,12 @@ def _raises(block: list[ast.stmt]) -> bool:
     )
 
 
-def _name_of(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+def _calls_check_of_torch(statement: ast.Expr) -> bool:
+    if not isinstance(statement.value, ast.Call):
+        return False
+    function = statement.value.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in _TORCHS
 
 
 @cache

@@ -10,10 +10,10 @@ from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
 from export.batchability.probes import as_served
-from export.capture.branch_log import raised_by_model
 from export.capture.graph_inputs import DenseInputs
 from export.capture.outside_reads import TIME_ADVICE, OutsideReads
 from export.capture.stub_collections import Collections, Columns, jagged_tensors, keyed_tensor, stubbed
+from export.capture.value_checks import failed_check
 from export.errors import ExportError, ModelError, ParityError, last_line
 from export.scores.split_at_collections import WAY_OUT, DenseSubgraph
 from export.trained.managed import is_sequence, takes_weights
@@ -80,7 +80,7 @@ def answers_behind(
             with nullcontext() if found.is_timeless else outside.running():
                 answers.append(_answer_behind(own, found, columns, probe))
         except ModelError as error:
-            if probe is probes[0] or not raised_by_model(error.__cause__):
+            if probe is probes[0] or not failed_check(error.__cause__):
                 raise
             answers.append(None)  # it checks its numbers
     if outside.clocks:

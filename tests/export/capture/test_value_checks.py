@@ -39,6 +39,14 @@ def finite(numbers: Tensor) -> Tensor:
     return numbers
 
 
+def at_least_zero(numbers: Tensor) -> Tensor:
+    if (numbers < 0).any():
+        raise ValueError(
+            f"negative: {numbers.min()}",
+        )
+    return numbers
+
+
 class Checks(Scored):
     """Each way to say it."""
 
@@ -65,6 +73,23 @@ class Positive(Scored):
         assert (dense >= 0).all()
         assert dense.max() <= 1
         return self.scored(ids, dense.sqrt())
+
+
+class PositiveInOneLine(Scored):
+    def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        if (dense < 0).any(): raise ValueError("negative")  # fmt: skip  # noqa: E701  as it is written
+        return self.scored(ids, dense.sqrt())
+
+
+class PositiveByTorch(Scored):
+    def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        torch._assert((dense >= 0).all(), "negative")  # type: ignore[no-untyped-call]
+        return self.scored(ids, dense.sqrt())
+
+
+class PositiveByHelper(Scored):
+    def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        return self.scored(ids, at_least_zero(dense).sqrt())
 
 
 class Catches(Scored):
@@ -125,7 +150,7 @@ def call_of(samples: int) -> tuple[KeyedJaggedTensor, Tensor]:
     return KeyedJaggedTensor([*bags], flat, lengths=lengths), torch.rand(samples, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [Checks, Positive])
+@pytest.mark.parametrize("kind", [Checks, Positive, PositiveInOneLine, PositiveByTorch, PositiveByHelper])
 def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored], tmp_path: Path) -> None:
     module: Any = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=call_of(6))
