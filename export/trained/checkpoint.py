@@ -156,7 +156,7 @@ class Checkpoint:
         stored = self._at("weights", key)
         where, shape = f"{self._source}: weights {key!r}", tuple(like.shape)
         if not _has_shape(stored, shape):
-            raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
+            raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
         if _kind_of(stored.dtype) != _kind_of(like.dtype):
             raise CheckpointError(f"{where}: expected {like.dtype}, got {stored.dtype}: build the model as trained")
         numbers = stored.read(0, stored.shape[0]).reshape(shape)
@@ -179,7 +179,7 @@ class Checkpoint:
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
         if not _has_shape(stored, shape):
-            raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
+            raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
         numbers = stored.read(0, stored.shape[0]).float().reshape(shape)
@@ -198,7 +198,7 @@ class Checkpoint:
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
         if stored.shape not in ((size,), (size, 1)):
-            raise CheckpointError(f"{where}: expected shape {[size]}, got {list(stored.shape)}")
+            raise CheckpointError(f"{where}: {_other_shape((size,), stored)}")
         if stored.dtype is not torch.int64:
             raise CheckpointError(f"{where}: expected int64, got {stored.dtype}")
         return stored.read(0, size).reshape(size).numpy()
@@ -217,7 +217,7 @@ class Checkpoint:
         where = f"{self._source}: table {table.name!r}"
         stored = self._at(f"table {table.name!r}", table.key)
         if stored.shape != (table.rows, table.dim):
-            raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
+            raise CheckpointError(f"{where}: {_other_shape((table.rows, table.dim), stored)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
@@ -230,6 +230,12 @@ class Checkpoint:
 def _has_shape(stored: StoredTable, shape: tuple[int, ...]) -> bool:
     """Whether a tensor has a shape. A number is stored as [1]."""
     return stored.shape == (shape or (1,))
+
+
+def _other_shape(expected: tuple[int, ...], stored: StoredTable) -> str:
+    """What is wrong with the shape of a stored tensor. Readers give a 0-d tensor the shape [1]."""
+    stored_shape = "one number" if stored.shape == (1,) else list(stored.shape)
+    return f"expected shape {list(expected)}, got {stored_shape}"
 
 
 def _kind_of(dtype: torch.dtype) -> str:

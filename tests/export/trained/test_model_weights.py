@@ -205,6 +205,7 @@ def test_twins_with_other_numbers_are_refused(tmp_path: Path, kind: Any) -> None
         ("phases", torch.ones(8), "weights 'phases': expected torch.complex64, got torch.float32"),
         ("kept", torch.ones(8, dtype=torch.uint8), "weights 'kept': expected torch.bool, got torch.uint8"),
         ("mask", torch.ones(9), r"weights 'mask': expected shape \[8\], got \[9\]"),
+        ("mask", torch.tensor(1.0), r"weights 'mask': expected shape \[8\], got one number"),
         ("factor", torch.ones(2), r"weights 'factor': expected shape \[\], got \[2\]"),
     ],
 )
