@@ -21,6 +21,7 @@ from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
+from serving.requests.schema import ScoringSchema, schema_of
 from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
@@ -74,8 +75,9 @@ def _candidates(
     served, looked_up, by_hand = cycle(whole), cycle(ids), cycle(list(zip(ids, dense, strict=True)))
     local = {name: cycle(list(zip(requests, dense, strict=True))) for name in engines}
     bundle = engines[NAME].bundle
-    assert bundle.manifest.dense_part is not None
-    program = DenseProgram(bundle, bundle.manifest.dense_part)
+    schema = schema_of(bundle.manifest, None)
+    assert isinstance(schema, ScoringSchema)
+    program = DenseProgram(bundle, schema)
     scores, embeddings = [triton.InferRequestedOutput("scores")], [triton.InferRequestedOutput("embeddings")]
 
     def lookup_and_dense() -> Any:

@@ -26,7 +26,7 @@ from serving.requests.encoding import Features, decode, encode, encode_rows
 from serving.requests.id_maps import IdMaps
 from serving.requests.kjt import check_each
 from serving.requests.offsets import lengths_by_key
-from serving.requests.schema import Schema
+from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
 from serving.requests.sequences import Rows, rows_of
 from serving.requests.types import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
 from serving.router.hosts_config import HostsConfig
@@ -95,7 +95,7 @@ class GroupAnswer:
 
 
 def answer(
-    schema: Schema,
+    schema: LookupSchema,
     requests: Sequence[KjtRequest],
     look_up: Callable[[Sequence[Batch]], Sequence[BatchAnswer]],
     dense: DenseProgram | None = None,
@@ -114,7 +114,7 @@ def answer(
     merged_at = perf_counter()
     answers = look_up(batches)
     looked_up_at = perf_counter()
-    scores = {} if dense is None else dense.score_all(schema, checked, batches, [each.embeddings for each in answers])
+    scores = {} if dense is None else dense.score_all(checked, batches, [each.embeddings for each in answers])
     times = checked_at, merged_at, looked_up_at, perf_counter()
     for number, error in failed_of(answers).items():
         errors[positions[number]] = error
@@ -166,9 +166,8 @@ class Engine(Closing):
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
-        part = bundle.manifest.dense_part
-        self._dense = None if part is None else DenseProgram(bundle, part)
-        self.schema = Schema.of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
+        self.schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
+        self._dense = DenseProgram(bundle, self.schema) if isinstance(self.schema, ScoringSchema) else None
         self._weighted_keys = bundle.manifest.weighted_keys
 
     @classmethod
@@ -263,13 +262,13 @@ class Engine(Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        part = self.bundle.manifest.dense_part
-        if part is None:
+        schema = self.schema
+        if not isinstance(schema, ScoringSchema):
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         tensors = encode(features, self._weighted_keys, once)
-        names, keys = [each.name for each in part.outputs], tensors.features or self.schema.every.keys
-        lengths = lengths_by_key(tensors, keys) if self.schema.by_id else {}
-        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(part.inputs, dense, lengths)))
+        lengths = lengths_by_key(tensors, tensors.features or schema.every.keys) if schema.by_id else {}
+        names = [output.name for output in schema.dense_part.outputs]
+        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(schema.dense_inputs, dense, lengths)))
 
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.

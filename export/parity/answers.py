@@ -28,7 +28,7 @@ from serving.reference import Pooled, pool
 from serving.requests import kjt
 from serving.requests.accept import accept
 from serving.requests.id_maps import IdMaps, known_of_keys
-from serving.requests.schema import Schema
+from serving.requests.schema import schema_of
 from serving.requests.types import EMBEDDINGS, SEQUENCES, Batch, Outputs, Tensors
 from serving.tables.table_files import TableFiles
 
@@ -46,7 +46,7 @@ def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> A
     Returns:
         values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None.
     """
-    checked = kjt.check([accept(Schema.of(manifest, maps), request)])
+    checked = kjt.check([accept(schema_of(manifest, maps), request)])
     weights = None if checked.weights is None else torch.from_numpy(checked.weights)
     return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
 
@@ -60,7 +60,7 @@ def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: Id
         probe: the request.
         maps: of the bundle's ids.
     """
-    schema = Schema.of(manifest, maps)
+    schema = schema_of(manifest, maps)
 
     def look_up(batches: Sequence[Batch]) -> list[BatchAnswer]:
         return [BatchAnswer(program(*arguments(batch)).numpy()) for batch in batches]

@@ -21,6 +21,7 @@ from serving.bundle.scores import DensePart
 from serving.errors import ConfigurationError
 from serving.lookup.program import DenseProgram
 from serving.requests.id_maps import known_of_keys
+from serving.requests.schema import scoring_schema
 from serving.requests.types import Array, Outputs, Tensors
 
 
@@ -46,7 +47,7 @@ def verify_scores(
     Raises:
         BundleError: torch cannot load the dense part, or it is another one.
     """
-    program = DenseProgram(bundle, part)
+    program = DenseProgram(bundle, scoring_schema(bundle.manifest, part))
     given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.given, answer)
     together, alone = _answers(program, given)
     failures = [

@@ -1,7 +1,6 @@
 """Compare answers with a bundle: with its rows, pooled by numpy, and with the scores of its dense part."""
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from serving.reference import Pooled, pool
 from serving.requests.accept import accept
 from serving.requests.jagged_inputs import jagged_inputs
 from serving.requests.offsets import lengths_by_key
-from serving.requests.schema import Schema
+from serving.requests.schema import ScoringSchema, schema_of
 from serving.requests.types import Outputs, Tensors
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ class Checker:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
+        self._schema = schema_of(bundle.manifest, None)  # nothing is looked up, so ids need no maps
+        self._dense: DenseProgram | None = None  # opened when scores are compared: it imports torch
 
     def what_is_wrong(self, request: Prepared, answer: bytes) -> list[str]:
         """Each difference between an answer and the bundle, as a line. Empty: the answer is right.
@@ -57,8 +58,8 @@ class Checker:
             return [f"expected answers of version {bundle.path.name}, the bundle's, got {response.model_version}"]
         expected = pool(bundle.path, bundle.manifest, tensors)
         shapes = expected.shapes
-        part = bundle.manifest.dense_part
-        if part is not None:
+        if isinstance(self._schema, ScoringSchema):
+            part = self._schema.dense_part
             rows = {} if tensors.tables is not None else self._rows_of(part, request)
             shapes |= {each.name: [1, rows.get(each.key, 0), *each.shape] for each in part.outputs}
             shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
@@ -84,24 +85,20 @@ class Checker:
             found[key] = int(lengths[str(key)].sum()) * repeated
         return found
 
-    @cached_property
-    def _dense(self) -> "DenseProgram":
-        # They import torch, which checking lookups does not need.
-        from serving.lookup.program import DenseProgram, load_fbgemm
+    def _dense_program(self, schema: ScoringSchema) -> "DenseProgram":
+        if self._dense is None:
+            # They import torch, which checking lookups does not need.
+            from serving.lookup.program import DenseProgram, load_fbgemm
 
-        load_fbgemm()
-        assert self._bundle.manifest.dense_part is not None  # noqa: S101  else there are no scores
-        return DenseProgram(self._bundle, self._bundle.manifest.dense_part)
-
-    @cached_property
-    def _schema(self) -> Schema:
-        return Schema.of(self._bundle.manifest, None)  # nothing is looked up, so ids need no maps
+            load_fbgemm()
+            self._dense = DenseProgram(self._bundle, schema)
+        return self._dense
 
     def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
         """A line for each output whose scores are further off than rounding explains."""
-        part, manifest = self._bundle.manifest.dense_part, self._bundle.manifest
+        schema, manifest = self._schema, self._bundle.manifest
         # If a sum may have left the range of its dtype, the input of the dense part is not known.
-        if part is None or not any(each.name in outputs for each in part.outputs) or expected.is_unbounded:
+        if not isinstance(schema, ScoringSchema) or schema.scores.isdisjoint(outputs) or expected.is_unbounded:
             return
         dtype, looked_up = manifest.output_dtype.numpy, dict(zip(expected.features, expected.answers, strict=True))
         # A feature that is sent once has one row. It counts for all samples.
@@ -113,10 +110,10 @@ class Checker:
                 rows[0, position] = found
             else:
                 columns.append(np.broadcast_to(found, (samples, table.dim)))
-        request = accept(self._schema, tensors)
-        inputs = [*(request.dense or ()), *jagged_inputs(self._schema, request, rows, 0)]
-        (scores,) = self._dense.score(np.concatenate(columns, axis=1), [inputs], [samples])
-        for each in part.outputs:
+        request = accept(schema, tensors)
+        inputs = [*(request.dense or ()), *jagged_inputs(schema, request, rows, 0)]
+        (scores,) = self._dense_program(schema).score(np.concatenate(columns, axis=1), [inputs], [samples])
+        for each in schema.dense_part.outputs:
             if each.name in outputs:
                 right = scores[each.name]
                 if outputs[each.name].dtype != right.dtype:

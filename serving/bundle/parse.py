@@ -120,7 +120,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
     for contradictions in (
         _in_tables,
         _in_features,
-        *([in_dense_part] if manifest.dense_part is not None else []),
+        in_dense_part,
         _in_plan,
         _in_hosts,
         _in_files,

@@ -19,7 +19,7 @@ from serving.lookup.gemm import prefer_onednn
 from serving.pins import check_pins, mismatch
 from serving.requests.jagged_inputs import jagged_inputs, sample_bounds, zero_jagged
 from serving.requests.offsets import joined, place
-from serving.requests.schema import Schema
+from serving.requests.schema import ScoringSchema
 from serving.requests.sequences import rows_of
 from serving.requests.types import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
 
@@ -109,8 +109,9 @@ class DenseProgram:
         BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
     """
 
-    def __init__(self, bundle: Bundle, part: DensePart) -> None:
-        self.part = part
+    def __init__(self, bundle: Bundle, schema: ScoringSchema) -> None:
+        self.part = part = schema.dense_part
+        self._schema = schema
         path = bundle.path / SCORES
         program = load_torchscript(bundle, SCORES)
         prefer_onednn(program)
@@ -120,7 +121,7 @@ class DenseProgram:
         dims, is_pooled = np.array([each.dim for each in tables]), np.array([not each.is_sequence for each in tables])
         self._width = int(dims[is_pooled].sum())
         self._pooled_columns = place((dims.cumsum() - dims)[is_pooled], dims[is_pooled]) if self._width else slice(0)
-        self._bounds = sample_bounds(bundle.manifest)
+        self._bounds = sample_bounds(bundle.manifest, part)
         self._by_sample = len(part.by_sample)
         self._rows_at = _rows_at(bundle.manifest, part)
         _warn_of_read_only()
@@ -146,16 +147,15 @@ class DenseProgram:
         """Score zeros: so many samples, each with so many ids of each key, or as many as the model takes."""
         part = self.part
         dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.by_sample]
-        jagged = zero_jagged(manifest, samples, ids)
+        jagged = zero_jagged(manifest, part, samples, ids)
         return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
 
     def score_all(
-        self, schema: Schema, checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]
+        self, checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]
     ) -> dict[int, Outputs]:
         """Score those requests that ask for scores.
 
         Args:
-            schema: of the bundle.
             checked: the requests.
             batches: what was looked up for them.
             answers: the ranks' answer to each batch, float32 or float16. Before scoring, the row of a feature that a
@@ -174,7 +174,9 @@ class DenseProgram:
             request = checked.requests[number]
             samples.append(request.samples)
             dense = request.dense or ()
-            inputs.append([*dense, *jagged_inputs(schema, request, rows, number)] if self.part.jagged else dense)
+            inputs.append(
+                [*dense, *jagged_inputs(self._schema, request, rows, number)] if self.part.jagged else dense
+            )
         if self._width:
             embeddings = self._pooled(batches[0], answers[0], asking)
         else:  # there is no batch of pooled features

@@ -13,13 +13,13 @@ from serving.requests.batches import Limits, check_sequences, check_size
 from serving.requests.dense_inputs import accept_dense
 from serving.requests.jagged_inputs import accept_jagged
 from serving.requests.offsets import bag_bounds, id_bounds, once_of, ranges, samples_of
-from serving.requests.schema import Schema, Selection
+from serving.requests.schema import LookupSchema, ScoringSchema, Selection
 from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
-def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
+def accept(schema: LookupSchema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
     """Take the tensors of one request, if they are of the right kind and size.
 
     Nothing is copied, unless several features read one key, so that each feature gets a copy of the key's ids, or ids
@@ -44,10 +44,9 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     _expect_vector("values", values, _INT64)
     values = np.ascontiguousarray(values)  # FBGEMM takes ids to lie side by side
     _expect_vector("lengths", lengths, _INT32)
-    part = schema.dense_part
     once = None
     if tensors.once:
-        once = once_of(selection.keys, () if part is None else [each.name for each in part.inputs], tensors.once)
+        once = once_of(selection.keys, [dense.name for dense in schema.dense_inputs], tensors.once)
     samples = samples_of(tensors, selection.keys, once, schema.by_id)
     if limits is not None:
         check_size(values.size, samples, limits)
@@ -55,7 +54,8 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     request = KjtRequest(selection, values, lengths, weights, samples, once=once, outputs=tensors.outputs)  # type: ignore[arg-type]
     if selection.reads is not None:
         request = _reordered(request, selection.keys, selection.reads, selection)
-    if tensors.tables is None and not schema.scores.isdisjoint(tensors.outputs):
+    is_scored = tensors.tables is None and not schema.scores.isdisjoint(tensors.outputs)
+    if is_scored and isinstance(schema, ScoringSchema):
         request = _with_dense(schema, request, tensors)
     if limits is not None and (selection.pooled is not selection or request.jagged_bytes):
         check_sequences(request, limits)
@@ -106,13 +106,12 @@ def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
             raise InvalidRequest(f"weights: expected {ids}, one for each id, got {weights.size}", Reason.WEIGHTS)
 
 
-def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtRequest:
+def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) -> KjtRequest:
     """A request for scores: with all features in the schema's order, and with its dense and jagged inputs.
 
     Raises:
         InvalidRequest: a feature or a dense input is missing or wrong.
     """
-    assert schema.dense_part is not None  # noqa: S101  scores are asked for
     selection = request.selection
     if len(selection.names) < len(schema.every.names):
         missing = next(name for name in schema.every.names if name not in selection.names)

@@ -16,7 +16,7 @@ import numpy as np
 from serving.errors import InvalidRequest, Reason
 from serving.requests.kjt import merge, split
 from serving.requests.offsets import bag_bounds, bounds_of, joined, offsets_of, place
-from serving.requests.schema import Schema
+from serving.requests.schema import LookupSchema
 from serving.requests.sequences import one_batch, row_batches, rows_of
 from serving.requests.types import (
     EMBEDDINGS,
@@ -124,7 +124,7 @@ def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
         )
 
 
-def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
+def batches_of(schema: LookupSchema, checked: Checked) -> list[Batch]:
     """The batches to look up for some requests, without outputs that none wants.
 
     Where features are pooled, scores are made of the first one; and of rows, where the dense part takes some.
@@ -211,7 +211,7 @@ def _once(request: KjtRequest) -> Mask:
     return request.once & ~request.selection.sequence
 
 
-def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], kept: Ids, is_once: bool) -> Checked:
+def _part(schema: LookupSchema, checked: Checked, parts: Sequence[Mask], kept: Ids, is_once: bool) -> Checked:
     """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples.
 
     `kept`: which segments these are, int64.

@@ -12,10 +12,10 @@ from typing import cast
 import numpy as np
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import JaggedKind
+from serving.bundle.scores import DensePart, JaggedKind
 from serving.errors import InvalidRequest, Reason
 from serving.requests.offsets import bag_bounds, id_bounds, offsets_of
-from serving.requests.schema import Schema
+from serving.requests.schema import ScoringSchema
 from serving.requests.types import Array, Embeddings, KjtRequest, Lengths
 
 # [n, dim] by number of the request, and position of the feature in the schema.
@@ -24,7 +24,7 @@ _ROW_ITEM_BYTES = np.dtype(np.float32).itemsize
 _NONE: Mapping[str, Array] = MappingProxyType({})
 
 
-def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array] = _NONE) -> KjtRequest:
+def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str, Array] = _NONE) -> KjtRequest:
     """A request for scores with its jagged inputs, as they were sent: views of its arrays.
 
     Args:
@@ -36,7 +36,6 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
         InvalidRequest: a length is wrong, or not the one that the model takes.
     """
     part, names = schema.dense_part, request.selection.names
-    assert part is not None  # noqa: S101  scores are asked for
     if not part.jagged and not part.fixed_lengths and not part.together:
         return request
     # Lists: single numbers of an array are slow.
@@ -66,7 +65,7 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
     return request
 
 
-def jagged_inputs(schema: Schema, request: KjtRequest, rows: RowsOfAll, number: int) -> list[Array]:
+def jagged_inputs(schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, number: int) -> list[Array]:
     """The jagged inputs of a request's scores.
 
     Args:
@@ -84,18 +83,19 @@ def jagged_inputs(schema: Schema, request: KjtRequest, rows: RowsOfAll, number: 
     return found
 
 
-def sample_bounds(manifest: Manifest) -> Callable[[Sequence[Array], Sequence[int]], list[Sequence[int]]] | None:
+def sample_bounds(
+    manifest: Manifest, part: DensePart
+) -> Callable[[Sequence[Array], Sequence[int]], list[Sequence[int]]] | None:
     """Where samples begin in jagged inputs, as a function of these and of some samples.
 
     Args:
-        manifest: of a bundle with scores.
+        manifest: of a bundle.
+        part: its dense part.
 
     Returns:
         It answers a bound in each input for each sample. None: there are no jagged inputs, or one whose lengths are
         not among them.
     """
-    part = manifest.dense_part
-    assert part is not None  # noqa: S101  it has scores
     keys = {each.name: each.key for each in manifest.features}
     lengths = {each.name: at for at, each in enumerate(part.jagged) if each.kind is JaggedKind.LENGTHS}
     # Of each input: how many rows a sample has, and which input says it where that is none.
@@ -117,16 +117,15 @@ def sample_bounds(manifest: Manifest) -> Callable[[Sequence[Array], Sequence[int
     return bounds if rows else None
 
 
-def zero_jagged(manifest: Manifest, samples: int, ids: int) -> list[Array]:
+def zero_jagged(manifest: Manifest, part: DensePart, samples: int, ids: int) -> list[Array]:
     """Jagged inputs for a call that warms a dense part up: zeros, with lengths that fit.
 
     Args:
-        manifest: of a bundle with scores.
+        manifest: of a bundle.
+        part: its dense part.
         samples: B.
         ids: in each bag of each key, unless the model takes a fixed number of them.
     """
-    part = manifest.dense_part
-    assert part is not None  # noqa: S101  it has scores
     dims = {each.name: table.dim for each, table in zip(manifest.features, manifest.feature_tables, strict=True)}
     keys, dense = {each.name: each.key for each in manifest.features}, {each.name: each for each in part.inputs}
     found: list[Array] = []

@@ -43,7 +43,7 @@ from serving.requests.offsets import (
     segment_bounds,
 )
 from serving.requests.position_weights import expect_short_bags, positions_of, weights_by_position
-from serving.requests.schema import Schema, Selection
+from serving.requests.schema import LookupSchema, Selection
 from serving.requests.types import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
 
 _UINT64 = np.dtype(np.uint64)
@@ -173,7 +173,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     return changed, counts
 
 
-def merge(schema: Schema, checked: Checked) -> Batch:
+def merge(schema: LookupSchema, checked: Checked) -> Batch:
     """Join requests so that one TBE call answers them all.
 
     KJT is feature-major, so this interleaves per feature; it is not a concatenation. Requests may ask for

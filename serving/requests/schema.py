@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DensePart, JaggedKind
+from serving.bundle.scores import DenseInput, DensePart, JaggedKind
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
 from serving.requests.id_maps import IdMaps
@@ -123,28 +123,22 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class LookupSchema:
     """The features of a bundle.
 
     Attributes:
         every: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
-        dense_part: what scores are made by; None: there are no scores.
-        scores: the names of the outputs that are scores.
+        scores: the names of the outputs that are scores. Empty, unless it is a `ScoringSchema`.
+        dense_inputs: the dense inputs. Empty, unless it is a `ScoringSchema`.
         by_id: the dense inputs with a row for each id of a key, and the key of each.
-        jagged: the feature of each jagged input of the dense part, or the first that reads its key: its position.
-        scored_rows: the features whose rows scores are made of; bool [F].
-        scores_all_rows: whether these are all features that are not pooled.
     """
 
     every: Selection
     weighted: bool
-    dense_part: DensePart | None = None
-    scores: frozenset[str] = field(init=False)
-    by_id: Mapping[str, str] = field(init=False)
-    jagged: tuple[int, ...] = field(init=False)
-    scored_rows: npt.NDArray[np.bool_] = field(init=False)
-    scores_all_rows: bool = field(init=False)
+    scores: frozenset[str] = field(init=False, default=frozenset())
+    dense_inputs: tuple[DenseInput, ...] = field(init=False, default=())
+    by_id: Mapping[str, str] = field(init=False, default_factory=dict)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str | int, ...] | None, Selection] = field(init=False, default_factory=dict)
 
@@ -152,45 +146,6 @@ class Schema:
         for position, key in enumerate(self.every.key_of):
             self._positions.setdefault(key, []).append(position)
         self._selections[None] = self.every
-        outputs = () if self.dense_part is None else self.dense_part.outputs
-        jagged = () if self.dense_part is None else self.dense_part.jagged
-        by_id = {} if self.dense_part is None else self.dense_part.by_id
-        positions = [
-            self.every.names.index(each.name)
-            if each.kind is JaggedKind.ROWS
-            else self.first_of(by_id[each.name] if each.kind is JaggedKind.NUMBERS else each.name)
-            for each in jagged
-        ]
-        rows = [at for each, at in zip(jagged, positions, strict=True) if each.kind is JaggedKind.ROWS]
-        object.__setattr__(self, "scores", frozenset(each.name for each in outputs))
-        object.__setattr__(self, "by_id", by_id)
-        object.__setattr__(self, "jagged", tuple(positions))
-        object.__setattr__(self, "scored_rows", np.isin(self.every.positions, rows))
-        object.__setattr__(self, "scores_all_rows", np.array_equal(self.scored_rows, self.every.sequence))
-
-    @classmethod
-    def of(cls, manifest: Manifest, id_maps: IdMaps | None) -> "Schema":
-        """The schema of a bundle, with the maps of its tables."""
-        tables = manifest.feature_tables
-        policies = [table.id_policy for table in tables]
-        every = Selection(
-            names=tuple(feature.name for feature in manifest.features),
-            key_of=tuple(feature.key for feature in manifest.features),
-            tables=tuple(table.name for table in tables),
-            positions=np.arange(len(tables)),
-            rows=np.array([table.rows for table in tables], np.uint64),
-            dims=np.array([table.dim for table in tables], np.int64),
-            weighted=np.array(list(manifest.sends_weights.values())),
-            zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
-            default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
-            modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
-            id_maps=id_maps,
-            maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([each.name for each in tables]),
-            **_by_position([feature.position_weights for feature in manifest.features]),
-            sequence=np.array([table.is_sequence for table in tables]),
-            default=True,
-        )
-        return cls(every, manifest.weighted, manifest.dense_part)
 
     def first_of(self, key: str) -> int:
         """The position of the first feature that reads `key`."""
@@ -258,6 +213,81 @@ class Schema:
         """Positions of the features that read the keys called `names`."""
         _expect_names("feature", names, self.every.keys)
         return [position for name in names for position in self._positions[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringSchema(LookupSchema):
+    """The features of a bundle with a dense part, and what its scores are made of.
+
+    Attributes:
+        dense_part: makes the scores.
+        jagged: for each jagged input of the dense part, the position of its feature, or of the first feature that
+            reads its key.
+        scored_rows: whether scores are made of a feature's rows; bool [F].
+        scores_all_rows: whether scores are made of the rows of all features that are not pooled.
+    """
+
+    dense_part: DensePart
+    jagged: tuple[int, ...] = field(init=False)
+    scored_rows: npt.NDArray[np.bool_] = field(init=False)
+    scores_all_rows: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        LookupSchema.__post_init__(self)  # `super()` does not work in dataclasses with slots
+        part = self.dense_part
+        positions = [
+            self.every.names.index(jagged.name)
+            if jagged.kind is JaggedKind.ROWS
+            else self.first_of(part.by_id[jagged.name] if jagged.kind is JaggedKind.NUMBERS else jagged.name)
+            for jagged in part.jagged
+        ]
+        rows = [
+            position
+            for jagged, position in zip(part.jagged, positions, strict=True)
+            if jagged.kind is JaggedKind.ROWS
+        ]
+        scored_rows = np.isin(self.every.positions, rows)
+        object.__setattr__(self, "scores", frozenset(output.name for output in part.outputs))
+        object.__setattr__(self, "dense_inputs", part.inputs)
+        object.__setattr__(self, "by_id", part.by_id)
+        object.__setattr__(self, "jagged", tuple(positions))
+        object.__setattr__(self, "scored_rows", scored_rows)
+        object.__setattr__(self, "scores_all_rows", np.array_equal(scored_rows, self.every.sequence))
+
+
+def schema_of(manifest: Manifest, id_maps: IdMaps | None) -> LookupSchema:
+    """The schema of a bundle, with the maps of its tables. It is a `ScoringSchema` if the bundle has a dense part."""
+    every = _all_features(manifest, id_maps)
+    if manifest.dense_part is None:
+        return LookupSchema(every, manifest.weighted)
+    return ScoringSchema(every, manifest.weighted, manifest.dense_part)
+
+
+def scoring_schema(manifest: Manifest, part: DensePart) -> ScoringSchema:
+    """The schema of a bundle with the dense part `part`, for calls of that part. Ids are not mapped to rows."""
+    return ScoringSchema(_all_features(manifest, None), manifest.weighted, part)
+
+
+def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> Selection:
+    tables = manifest.feature_tables
+    policies = [table.id_policy for table in tables]
+    return Selection(
+        names=tuple(feature.name for feature in manifest.features),
+        key_of=tuple(feature.key for feature in manifest.features),
+        tables=tuple(table.name for table in tables),
+        positions=np.arange(len(tables)),
+        rows=np.array([table.rows for table in tables], np.uint64),
+        dims=np.array([table.dim for table in tables], np.int64),
+        weighted=np.array(list(manifest.sends_weights.values())),
+        zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
+        default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
+        modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
+        id_maps=id_maps,
+        maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([each.name for each in tables]),
+        **_by_position([feature.position_weights for feature in manifest.features]),
+        sequence=np.array([table.is_sequence for table in tables]),
+        default=True,
+    )
 
 
 def _expect_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

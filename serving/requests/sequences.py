@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.requests.offsets import bounds_of, joined, offsets_of, place
-from serving.requests.schema import Schema
+from serving.requests.schema import LookupSchema, ScoringSchema
 from serving.requests.types import (
     SEQUENCES,
     Batch,
@@ -66,7 +66,7 @@ _SHARED_NUMBERS = 64 << 10
 _MOST_ROWS = 32 << 10
 
 
-def row_batches(schema: Schema, checked: Checked) -> Iterator[Batch]:
+def row_batches(schema: LookupSchema, checked: Checked) -> Iterator[Batch]:
     """The sequences that requests ask for, and those that their scores are made of, as bags of one id."""
     asked = _asked(schema, checked)
     if asked is None:
@@ -85,7 +85,7 @@ def row_batches(schema: Schema, checked: Checked) -> Iterator[Batch]:
             yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
 
 
-def one_batch(schema: Schema, checked: Checked) -> Batch | None:
+def one_batch(schema: LookupSchema, checked: Checked) -> Batch | None:
     """All that the scores of one request are made of, in one batch: pooled features, and sequences as bags of one id.
 
     Features that have fewer bags than others get empty ones behind theirs. None: the answer would be large, or
@@ -94,8 +94,10 @@ def one_batch(schema: Schema, checked: Checked) -> Batch | None:
     (request,) = checked.requests
     selection, samples = request.selection, request.samples
     is_plain = request.once is None and request.rowless is None and checked.weights is None
+    if not isinstance(schema, ScoringSchema) or not schema.scores_all_rows:
+        return None
     is_for_scores = request.dense is not None and schema.scores.issuperset(request.outputs)
-    if not samples or not is_plain or not is_for_scores or not schema.scores_all_rows:
+    if not samples or not is_plain or not is_for_scores:
         return None
     bags = np.where(selection.sequence, checked.id_bounds[1:] - checked.id_bounds[:-1], samples)
     most = max(samples, int(bags.max()))
@@ -150,7 +152,7 @@ class _Asked:
     bounds: Ids
 
 
-def _asked(schema: Schema, checked: Checked) -> _Asked | None:
+def _asked(schema: LookupSchema, checked: Checked) -> _Asked | None:
     """What is asked for; None where nothing is."""
     requests = checked.requests
     wanted = [_wanted(schema, request) for request in requests]
@@ -181,11 +183,11 @@ def _asked(schema: Schema, checked: Checked) -> _Asked | None:
     )
 
 
-def _wanted(schema: Schema, request: KjtRequest) -> Mask:
+def _wanted(schema: LookupSchema, request: KjtRequest) -> Mask:
     """The sequences whose rows a request is answered with, or its scores are made of: bool [F]."""
-    if SEQUENCES in request.outputs or request.dense is None:
-        return request.selection.sequence & (SEQUENCES in request.outputs)
-    return schema.scored_rows  # it has all features, in the schema's order
+    if isinstance(schema, ScoringSchema) and request.dense is not None and SEQUENCES not in request.outputs:
+        return schema.scored_rows  # it has all features, in the schema's order
+    return request.selection.sequence & (SEQUENCES in request.outputs)
 
 
 def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[np.bool_] | None:
@@ -197,7 +199,7 @@ def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[n
     return found
 
 
-def _of_one(schema: Schema, checked: Checked, asked: _Asked, feature: int, here: slice, bounds: Ids) -> Batch:
+def _of_one(schema: LookupSchema, checked: Checked, asked: _Asked, feature: int, here: slice, bounds: Ids) -> Batch:
     """Rows of one feature, those of the ids that are `here`. `bounds`: int64 [1, R + 1]."""
     values = asked.ids[here]
     offsets = np.arange(values.size + 1)
@@ -208,7 +210,7 @@ def _of_one(schema: Schema, checked: Checked, asked: _Asked, feature: int, here:
     return Batch(checked.requests, selection, values, offsets, _ones(checked, values), bounds)
 
 
-def _of_several(schema: Schema, checked: Checked, asked: _Asked, group: Sequence[int]) -> Batch:
+def _of_several(schema: LookupSchema, checked: Checked, asked: _Asked, group: Sequence[int]) -> Batch:
     """Rows of several features. Those with fewer ids than others get empty bags behind theirs."""
     bounds = asked.bounds[group]
     here = place(asked.first[group], bounds[:, -1])

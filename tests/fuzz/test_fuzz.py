@@ -96,8 +96,8 @@ FAULTS = {
     ),
     "rows are answered in the order of the tables": (
         "rows",
-        "select = schema.Schema.select_rows; "
-        "schema.Schema.select_rows = lambda self, tables: select(self, sorted(tables, reverse=True))",
+        "select = schema.LookupSchema.select_rows; "
+        "schema.LookupSchema.select_rows = lambda self, tables: select(self, sorted(tables, reverse=True))",
     ),
     "ids outside a sequence read a row": (
         "rows",

@@ -25,6 +25,7 @@ from serving.requests.accept import accept
 from serving.requests.batches import grouped
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
+from serving.requests.schema import scoring_schema
 from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
 from tests.support.histories import (
@@ -460,7 +461,9 @@ def test_a_probe_is_scored_by_the_program_alone(engine: Engine) -> None:
         found[each.name].values if each.kind is JaggedKind.ROWS else of[each.kind][each.name] for each in part.jagged
     ]
     pooled = np.concatenate([found["user_id"], found["genres"]], axis=1)
-    (scores,) = DenseProgram(engine.bundle, part).score(pooled, [[dense["price"], *jagged]], [3])
+    (scores,) = DenseProgram(engine.bundle, scoring_schema(engine.bundle.manifest, part)).score(
+        pooled, [[dense["price"], *jagged]], [3]
+    )
     for name, numbers in engine.score(bags, dense).items():
         np.testing.assert_array_equal(scores[name], numbers)
 

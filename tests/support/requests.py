@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.schema import Schema, Selection
+from serving.requests.schema import LookupSchema, Selection
 from serving.requests.types import Checked, Tensors
 
 NAMES = ("a", "b", "c")
@@ -24,7 +24,7 @@ def schema(
     modulo: tuple[bool, ...] = (False, False, False),
     weighted: tuple[bool, ...] = (False, False, False),
     sequence: tuple[bool, ...] = (False, False, False),
-) -> Schema:
+) -> LookupSchema:
     every = Selection(
         names=NAMES,
         key_of=NAMES,
@@ -44,7 +44,7 @@ def schema(
         sequence=np.array(sequence),
         default=True,
     )
-    return Schema(every, any(weighted))
+    return LookupSchema(every, any(weighted))
 
 
 def ints(*numbers: int) -> Any:
@@ -59,7 +59,7 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
     return Tensors(features, values, lengths, weights)
 
 
-def checked(schema: Schema, *requests: Tensors) -> Checked:
+def checked(schema: LookupSchema, *requests: Tensors) -> Checked:
     """As the engine does it: all together, and one by one if that fails."""
     found, _, errors, _ = kjt.check_each([accept(schema, request) for request in requests])
     for error in errors.values():

@@ -12,7 +12,7 @@ from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
 from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.schema import Schema
+from serving.requests.schema import LookupSchema
 from serving.requests.types import Tensors
 from tests.support.requests import NAMES, ROWS, checked, ints, lens, requests, schema, tensors
 
@@ -90,7 +90,7 @@ def test_the_sample_of_a_negative_length_is_named_not_that_of_an_empty_bag() -> 
 
 def test_ids_outside_are_counted_for_the_table_and_row_0_may_stand_in() -> None:
     shared = replace(schema(default_rows=(0, 0, -1)).every, tables=("t", "t", "tc"))
-    request = accept(Schema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
+    request = accept(LookupSchema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
     changed, outside = kjt.apply_id_policies(request)
     assert changed.values.tolist() == [0, 0, 0]
     assert outside == {"t": 3}

@@ -12,7 +12,7 @@ from serving.model.settings import ServingSettings
 from serving.requests import kjt
 from serving.requests.accept import accept
 from serving.requests.batches import grouped
-from serving.requests.schema import Schema
+from serving.requests.schema import LookupSchema
 from serving.requests.types import Batch, Tensors
 from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, schema, tensors
 
@@ -51,7 +51,7 @@ def bags_of(features: Sequence[str], request: Any, lengths: Any) -> dict[str, li
     }
 
 
-def batch_of(schema: Schema, every: Sequence[Tensors]) -> Batch:
+def batch_of(schema: LookupSchema, every: Sequence[Tensors]) -> Batch:
     return kjt.merge(schema, checked(schema, *every))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from serving.errors import InvalidRequest
-from serving.requests.schema import Schema, Selection
+from serving.requests.schema import LookupSchema, Selection
 from tests.support.growth import without_collector
 from tests.support.requests import NAMES, schema
 
@@ -25,7 +25,7 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
     no: Any = np.zeros(8, np.bool_)
-    many = Schema(
+    many = LookupSchema(
         Selection(
             names, names, names, np.arange(8), none, none, no, no, none, no, None, none, None, none, none, no, True
         ),
