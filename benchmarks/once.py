@@ -21,7 +21,7 @@ from examples.hosts.dlrm import ROWS, dlrm_tables
 from export import ExportConfig, export_model
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.requests.types import ONCE, Tensors
+from serving.requests.types import SHARED, Tensors
 from serving.server import Ports, run_server
 
 ITEMS, USER_FEATURES, USER_IDS = 500, 10, 50
@@ -64,8 +64,8 @@ def run(_: Workload, folder: Path) -> list[Result]:
     asked = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
     for engine in engines.values():
         for each in asked:
-            once, repeated = (engine.outputs(tensors)["scores"] for tensors in each)
-            np.testing.assert_allclose(once, repeated, rtol=1e-5, atol=1e-5)
+            shared, repeated = (engine.outputs(tensors)["scores"] for tensors in each)
+            np.testing.assert_allclose(shared, repeated, rtol=1e-5, atol=1e-5)
     with (
         run_server(folder / "repository", Ports(grpc=0, http=0, operations=0)) as server,
         triton.InferenceServerClient(server.grpc) as client,
@@ -94,10 +94,10 @@ def request(seed: int, keys: Any) -> Asked:
     of_items = [random.integers(0, rows, ITEMS) for rows in heights[USER_FEATURES:]]
     one = np.ones(len(items) * ITEMS, np.int32)
 
-    def tensors(times: int, once: list[str]) -> Tensors:
+    def tensors(times: int, shared: list[str]) -> Tensors:
         lengths = np.concatenate([np.full(len(users) * times, USER_IDS, np.int32), one])
         values = np.concatenate([*(np.tile(ids, times) for ids in of_user), *of_items])
-        return Tensors(None, values, lengths, outputs=("scores",), dense=dense, once=once)
+        return Tensors(None, values, lengths, outputs=("scores",), dense=dense, shared=shared)
 
     return tensors(1, users), tensors(ITEMS, [])
 
@@ -113,8 +113,8 @@ def _candidates(client: Any, engines: Mapping[str, Engine], asked: Sequence[Aske
     scores = [triton.InferRequestedOutput("scores")]
     candidates: dict[str, Callable[[], Any]] = {}
     for way, name in enumerate(WAYS):
-        parameters = {ONCE: ",".join(asked[0][way].once)} if name == "once" else None
-        names = ("embeddings", ONCE)[: 2 - way]
+        parameters = {SHARED: ",".join(asked[0][way].shared)} if name == "once" else None
+        names = ("embeddings", SHARED)[: 2 - way]
         outputs = [triton.InferRequestedOutput(each) for each in names]
         tensors = cycle([each[way] for each in asked])
         inputs = cycle([inputs_of(each[way]) for each in asked])

@@ -20,7 +20,7 @@ from benchmarks.sequences_workload import DIM, OUTPUT, POOLED, ROWS, TARGET, Seq
 from benchmarks.served import inputs_of
 from serving.engine import Engine
 from serving.requests.offsets import ranges
-from serving.requests.types import ONCE, Tensors
+from serving.requests.types import SHARED, Tensors
 from serving.server import Ports, run_server
 
 __all__ = ["DIM", "ITEMS", "LONGEST", "PAUSE_S", "POOLED", "REPEATS", "ROWS", "run"]
@@ -107,15 +107,15 @@ def _once(client: Any, engine: Engine, workload: SequencesWorkload) -> Iterator[
     users = workload.tensors(1)[:USERS]
     keys = list(engine.bundle.manifest.keys)
     asked = [_for_items(each, keys, seed) for seed, each in enumerate(users)]
-    for once, repeated in asked:
+    for shared, repeated in asked:
         expected = workload.eager(repeated)
-        for answer in (engine.outputs(each)[OUTPUT] for each in (once, repeated)):
+        for answer in (engine.outputs(each)[OUTPUT] for each in (shared, repeated)):
             np.testing.assert_allclose(answer, expected, rtol=0, atol=TOLERANCE)
     candidates: dict[str, Callable[[], Any]] = {}
     for way, name in enumerate(("once", "repeated")):
         local = cycle([each[way] for each in asked])
         sent = cycle([_inputs(each[way]) for each in asked])
-        parameters = {ONCE: ",".join(asked[0][way].once)} if name == "once" else None
+        parameters = {SHARED: ",".join(asked[0][way].shared)} if name == "once" else None
         candidates[f"inprocess_{name}"] = lambda local=local: engine.outputs(next(local))  # type: ignore[misc]
         candidates[f"served_{name}"] = lambda sent=sent, how=parameters: _served(client, next(sent), how)  # type: ignore[misc]
     own = cycle([repeated for _, repeated in asked])
@@ -139,10 +139,10 @@ def _for_items(user: Tensors, keys: list[str], seed: int) -> tuple[Tensors, Tens
     rest = [number for number, key in enumerate(keys) if key != TARGET]
     assert keys[-1] == TARGET
 
-    def tensors(times: int, once: list[str]) -> Tensors:
+    def tensors(times: int, shared: list[str]) -> Tensors:
         at = np.repeat(rest, times)
         values = user.values[ranges(starts[at], user.lengths[at].astype(np.int64))]
         lengths = np.concatenate([user.lengths[at], np.ones(ITEMS, np.int32)])
-        return replace(user, values=np.concatenate([values, items]), lengths=lengths, dense=dense, once=once)
+        return replace(user, values=np.concatenate([values, items]), lengths=lengths, dense=dense, shared=shared)
 
     return tensors(1, [keys[number] for number in rest]), tensors(ITEMS, [])

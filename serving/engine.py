@@ -27,8 +27,8 @@ from serving.requests.id_maps import IdMaps
 from serving.requests.kjt import check_each
 from serving.requests.offsets import lengths_by_key
 from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
-from serving.requests.sequences import Rows, rows_of
-from serving.requests.types import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
+from serving.requests.sequences import JaggedRows, rows_of
+from serving.requests.types import Batch, Embeddings, KjtRequest, Outputs, Tensors, ValidatedRequests
 from serving.router.hosts_config import HostsConfig
 from serving.tables.table_files import TableFiles, WeightsMemory
 
@@ -53,7 +53,7 @@ class GroupAnswer:
         times: what `perf_counter` said when the requests were checked, merged, looked up and scored, in seconds.
     """
 
-    checked: Checked
+    checked: ValidatedRequests
     positions: Sequence[int]
     errors: dict[int, ServingError]
     ids_outside: Mapping[str, int]
@@ -80,18 +80,18 @@ class GroupAnswer:
     def by_feature(self, tensors: Tensors) -> dict[str, Any]:
         """The answer to the only request, `tensors`, by feature: [B, dim], or Rows. Nothing is copied."""
         (request,) = self.checked.requests
-        selection = request.selection
+        feature_set = request.feature_set
         found: dict[str, Any] = {}
         for batch, answer in zip(self.batches, self.answers, strict=True):
             if batch.row_bounds is None:
-                dims = dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True))
+                dims = dict(zip(batch.feature_set.names, batch.feature_set.dims.tolist(), strict=True))
                 found |= decode(answer.embeddings, dims)
-        if len(found) < len(selection.names):
+        if len(found) < len(feature_set.names):
             rows = rows_of(self.batches, [each.embeddings for each in self.answers])
-            lengths = lengths_by_key(tensors, selection.keys)
-            keys = zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True)
-            found |= {name: Rows(rows[0, at], lengths[key]) for name, key, at in keys if name not in found}
-        return {name: found[name] for name in selection.names}
+            lengths = lengths_by_key(tensors, feature_set.keys)
+            keys = zip(feature_set.names, feature_set.key_of, feature_set.positions.tolist(), strict=True)
+            found |= {name: JaggedRows(rows[0, at], lengths[key]) for name, key, at in keys if name not in found}
+        return {name: found[name] for name in feature_set.names}
 
 
 def answer(
@@ -210,23 +210,23 @@ class Engine(Closing):
         self.ranks.close()
         self.table_files.close()
 
-    def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
+    def lookup(self, features: Features, *, shared: Collection[str] = ()) -> dict[str, Any]:
         """Look up the embeddings of some features.
 
         Args:
             features: ids by feature (TorchRec's KJT key), in any form that `serving.requests.encoding.encode` takes.
-            once: the features that have one bag, whatever the number of samples: their answers are [1, dim].
+            shared: the features that have one bag, whatever the number of samples: their answers are [1, dim].
 
         Returns:
             {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
-            feature of an EmbeddingCollection a `serving.requests.sequences.Rows` instead. Where several
+            feature of an EmbeddingCollection a `serving.requests.sequences.JaggedRows` instead. Where several
             tables read a key, their answers are called `key@table`, as TorchRec calls them.
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        tensors = encode(features, self._weighted_keys, once)
+        tensors = encode(features, self._weighted_keys, shared)
         return self._answered(tensors).by_feature(tensors)
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
@@ -247,13 +247,13 @@ class Engine(Closing):
         found: Embeddings = self._answered(tensors).by_feature(tensors)[table].values
         return found
 
-    def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()) -> Outputs:
+    def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, shared: Collection[str] = ()) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
 
         Args:
             features: ids of all features, as `lookup` takes them.
             dense: the dense inputs of the model's forward by name, [B, *shape] each.
-            once: the features that have one bag, and dense inputs that have one row, which count for all samples.
+            shared: the features that have one bag, and dense inputs that have one row, which count for all samples.
 
         Returns:
             {output: [B, …]}, each in the dtype of the output.
@@ -265,7 +265,7 @@ class Engine(Closing):
         schema = self.schema
         if not isinstance(schema, ScoringSchema):
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
-        tensors = encode(features, self._weighted_keys, once)
+        tensors = encode(features, self._weighted_keys, shared)
         lengths = lengths_by_key(tensors, tensors.features or schema.every.keys) if schema.by_id else {}
         names = [output.name for output in schema.dense_part.outputs]
         return self.outputs(replace(tensors, outputs=names, dense=encode_dense(schema.dense_inputs, dense, lengths)))

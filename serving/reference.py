@@ -27,7 +27,7 @@ from serving.bundle.tables import (
     scales_and_biases_of,
 )
 from serving.reference_ids import remapped, rows_of_known
-from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
+from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.
@@ -147,15 +147,15 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
             names.append(feature.name)
             answers.append(answer)
             bounds.append(bound)
-            outputs.append(SEQUENCES if is_sequence else ONCE if key in request.once else EMBEDDINGS)
+            outputs.append(SEQUENCES if is_sequence else SHARED if key in request.shared else EMBEDDINGS)
     return Pooled(names, answers, bounds, outputs)
 
 
 def _lengths_by_key(request: Tensors, keys: Sequence[str]) -> list[npt.NDArray[Any]]:
     """The lengths of each key: one of a key that comes once, as many as there are samples of any other."""
-    once = sum(key in request.once for key in keys)
-    samples = (request.lengths.size - once) // max(len(keys) - once, 1)
-    ends = np.cumsum([1 if key in request.once else samples for key in keys])
+    shared = sum(key in request.shared for key in keys)
+    samples = (request.lengths.size - shared) // max(len(keys) - shared, 1)
+    ends = np.cumsum([1 if key in request.shared else samples for key in keys])
     return np.split(request.lengths, ends[:-1])
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
-from serving.requests.types import Checked
+from serving.requests.types import ValidatedRequests
 
 
 class Metric(Protocol):
@@ -223,7 +223,7 @@ class LookupMetrics:
             for output, scale in scales.items():
                 largest.Metric({**labels, "output": output}).set(scale)
 
-    def count_call(self, checked: Checked, handed_over: float, times: Sequence[float]) -> None:
+    def count_call(self, checked: ValidatedRequests, handed_over: float, times: Sequence[float]) -> None:
         """Count a TBE call. `publish` adds it up, so that no answer waits for that.
 
         Args:

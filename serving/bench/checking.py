@@ -81,7 +81,7 @@ class Checker:
         lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.every.keys)
         found: dict[str | None, int] = {None: request.samples}
         for key in {each.key for each in part.outputs} & lengths.keys():
-            repeated = request.samples if key in request.tensors.once else 1
+            repeated = request.samples if key in request.tensors.shared else 1
             found[key] = int(lengths[str(key)].sum()) * repeated
         return found
 

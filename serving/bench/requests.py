@@ -15,7 +15,7 @@ from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.captured import PassedOver, read_captured
-from serving.requests.offsets import once_of, samples_of
+from serving.requests.offsets import samples_of, shared_mask
 from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
@@ -222,8 +222,8 @@ def _samples(tensors: Tensors, info: ModelInfo) -> int:
         InvalidRequest: its lengths do not fit its keys or tables.
     """
     names = _names(tensors, info)
-    once = once_of(names, [each.name for each in info.dense], tensors.once)
-    return samples_of(tensors, names, once, info.by_id)
+    shared = shared_mask(names, [each.name for each in info.dense], tensors.shared)
+    return samples_of(tensors, names, shared, info.by_id)
 
 
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:

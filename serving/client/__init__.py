@@ -12,16 +12,16 @@ from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
 from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.retries import Retries
-from serving.requests.sequences import Rows
+from serving.requests.sequences import JaggedRows
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
     "Answer",
     "AsyncLookupClient",
+    "JaggedRows",
     "LookupClient",
     "ModelInfo",
     "Retries",
-    "Rows",
     "Scores",
     "Tls",
 ]

@@ -164,7 +164,7 @@ class LookupClient(_Client, Closing):
         self,
         features: Features,
         *,
-        once: Collection[str] = (),
+        shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
@@ -178,7 +178,7 @@ class LookupClient(_Client, Closing):
                 (values, lengths, weights float32 [N_f]). A tuple is never one of bags;
                 a dict of the same arrays, {"values": …, "lengths": …, "weights": …}.
                 A torchrec KeyedJaggedTensor is taken, too.
-            once: the features that have one bag, whatever the number of samples, such as those of the user in
+            shared: the features that have one bag, whatever the number of samples, such as those of the user in
                 ranking: they are sent, looked up and answered once, [1, dim].
             timeout_s: deadline of this lookup in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
@@ -187,7 +187,7 @@ class LookupClient(_Client, Closing):
 
         Returns:
             {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. A feature of an
-            EmbeddingCollection is not pooled: it has `Rows`, with a row for each id. The arrays are read-only
+            EmbeddingCollection is not pooled: it has `JaggedRows`, with a row for each id. The arrays are read-only
             views of one answer.
 
         Raises:
@@ -198,7 +198,9 @@ class LookupClient(_Client, Closing):
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
-        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, once=once, every_host=every_host))
+        return _result(
+            self._exchange.lookup(self._ask(timeout_s, trace), features, shared=shared, every_host=every_host)
+        )
 
     def score(
         self,
@@ -206,7 +208,7 @@ class LookupClient(_Client, Closing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
-        once: Collection[str] = (),
+        shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
@@ -217,7 +219,7 @@ class LookupClient(_Client, Closing):
             dense: the dense inputs of the model's forward by name, [B, *shape] each: lists or arrays of numbers, of
                 integers or of booleans, as the model takes them.
             outputs: the names of those that are wanted; all where None.
-            once: the features that have one bag, and dense inputs that have one row: they count for all samples.
+            shared: the features that have one bag, and dense inputs that have one row: they count for all samples.
             timeout_s: deadline in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
                 current span, if the program uses that.
@@ -230,7 +232,7 @@ class LookupClient(_Client, Closing):
             InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.
             ServingError: as `lookup`.
         """
-        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once=once))
+        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, shared=shared))
 
     def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
@@ -281,13 +283,15 @@ class AsyncLookupClient(_Client, AsyncClosing):
         self,
         features: Features,
         *,
-        once: Collection[str] = (),
+        shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
     ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._exchange.lookup(self._ask(timeout_s, trace), features, once=once, every_host=every_host)
+        return await self._exchange.lookup(
+            self._ask(timeout_s, trace), features, shared=shared, every_host=every_host
+        )
 
     async def score(
         self,
@@ -295,12 +299,12 @@ class AsyncLookupClient(_Client, AsyncClosing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
-        once: Collection[str] = (),
+        shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
         """As `LookupClient.score`."""
-        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once=once)
+        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, shared=shared)
 
     async def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None

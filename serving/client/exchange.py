@@ -20,9 +20,9 @@ from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
 from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
 from serving.requests.encoding import Features, decode, decode_rows, encode, encode_rows
-from serving.requests.offsets import lengths_by_key, once_of, samples_of
-from serving.requests.sequences import Rows
-from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Embeddings, Tensors
+from serving.requests.offsets import lengths_by_key, samples_of, shared_mask
+from serving.requests.sequences import JaggedRows
+from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "schema_digest"}
 
@@ -79,7 +79,7 @@ class Exchange:
         Args:
             ask: makes calls.
             features: ids by feature.
-            options: other fields of `Tensors`, such as `once`: the embeddings of such features are [1, dim].
+            options: other fields of `Tensors`, such as `shared`: the embeddings of such features are [1, dim].
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
@@ -93,17 +93,17 @@ class Exchange:
         key_of = {name: key for key in keys for name in info.keys[key]}
         read = {name: lengths[key] for name, key in key_of.items()}
         pooled = {name: info.dims[name] for name in read if name not in info.sequences}
-        single = {name: dim for name, dim in pooled.items() if key_of[name] in tensors.once}
+        single = {name: dim for name, dim in pooled.items() if key_of[name] in tensors.shared}
         each = {name: dim for name, dim in pooled.items() if name not in single}
         rows = {name: (int(read[name].sum()), info.dims[name]) for name in read if name in info.sequences}
         samples = next((read[name].size for name in each), 0)
         outputs, version = await self._infer(ask, tensors, info, _shapes(samples, each, single, rows))
-        found: dict[str, Embeddings | Rows] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
+        found: dict[str, Embeddings | JaggedRows] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
         if single:
-            found |= decode(outputs[ONCE], single)
+            found |= decode(outputs[SHARED], single)
         if rows:
             decoded = decode_rows(outputs[SEQUENCES], rows)
-            found |= {name: Rows(each, read[name]) for name, each in decoded.items()}
+            found |= {name: JaggedRows(each, read[name]) for name, each in decoded.items()}
         return Answer({name: found[name] for name in read}, version)
 
     async def rows(self, ask: Ask, table: str, ids: npt.ArrayLike) -> Embeddings:
@@ -161,15 +161,15 @@ class Exchange:
         if lacking := [key for key in info.by_id.values() if key not in lengths]:
             raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
         tensors = replace(tensors, outputs=wanted, dense=encode_dense(info.dense, dense, lengths))
-        is_once = once_of(keys, [each.name for each in info.dense], tensors.once)
-        samples = samples_of(tensors, keys, is_once, info.by_id)
+        is_shared = shared_mask(keys, [each.name for each in info.dense], tensors.shared)
+        samples = samples_of(tensors, keys, is_shared, info.by_id)
         ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
-        accept_dense(info.dense, tensors.dense, samples, tensors.once, ids)
+        accept_dense(info.dense, tensors.dense, samples, tensors.shared, ids)
         response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
         found: dict[str, npt.NDArray[Any]] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
             key = info.by_id.get(output.name)
-            rows = samples if key is None else ids[key] * (samples if key in tensors.once else 1)
+            rows = samples if key is None else ids[key] * (samples if key in tensors.shared else 1)
             shape = (rows, *info.scores.get(output.name, ()))
             if list(output.shape) != [1, *shape] or output.name not in wanted:
                 raise self._other_model(output, shape)
@@ -193,10 +193,10 @@ class Exchange:
         for name in tensors.features or ():
             if name not in info.keys:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
-        if tensors.once and not info.takes_once:
+        if tensors.shared and not info.takes_shared:
             raise InternalError(
                 f"{self._where} was exported by a tbe-serving that looked nothing up once: its config has no output "
-                f"{ONCE!r}: export it under another name, or repeat what comes once"
+                f"{SHARED!r}: export it under another name, or repeat what comes once"
             )
         return tensors
 
@@ -228,10 +228,10 @@ class Exchange:
 
 
 def _shapes(
-    samples: int, pooled: Mapping[str, int], once: Mapping[str, int], rows: Mapping[str, tuple[int, int]]
+    samples: int, pooled: Mapping[str, int], shared: Mapping[str, int], rows: Mapping[str, tuple[int, int]]
 ) -> Shapes:
     """The shape of each output that answers features: those `pooled` and those that come once, by dim; and `rows`, by
     their shapes."""
     shapes: Shapes = {EMBEDDINGS: (samples, sum(pooled.values()))} if pooled else {}
-    shapes |= {ONCE: (1, sum(once.values()))} if once else {}
+    shapes |= {SHARED: (1, sum(shared.values()))} if shared else {}
     return shapes | ({SEQUENCES: (sum(map(prod, rows.values())),)} if rows else {})

@@ -10,21 +10,21 @@ import numpy.typing as npt
 from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
-from serving.requests.sequences import Rows
+from serving.requests.sequences import JaggedRows
 from serving.requests.types import Embeddings, Outputs, Tensors, encode_parameters
 
 
 class Answer(dict[str, Any]):
     """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order asked for.
 
-    For a feature of an EmbeddingCollection it has a `Rows` instead: a row for each id, not pooled.
+    For a feature of an EmbeddingCollection it has a `JaggedRows` instead: a row for each id, not pooled.
     The arrays are read-only views of the response's bytes.
 
     Attributes:
         version: the version of the model that gave the whole answer.
     """
 
-    def __init__(self, embeddings: Mapping[str, Embeddings | Rows], version: int) -> None:
+    def __init__(self, embeddings: Mapping[str, Embeddings | JaggedRows], version: int) -> None:
         super().__init__(embeddings)
         self.version = version
 
@@ -59,7 +59,7 @@ class ModelInfo:
         by_id: the dense inputs and scores that have a row for each id of a key, and the key of each.
         sequences: the features that are answered by a row for each id.
         tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
-        takes_once: whether requests may say which features come once. Models that were exported without it do not
+        takes_shared: whether requests may say which features come once. Models that were exported without it do not
             take it.
     """
 
@@ -74,7 +74,7 @@ class ModelInfo:
     dense: tuple[DenseInput, ...] = ()
     scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     score_dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    takes_once: bool = False
+    takes_shared: bool = False
     by_id: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -21,7 +21,7 @@ from serving.protocol.messages import (
     ServerMetadataRequest,
     unary,
 )
-from serving.requests.types import EMBEDDINGS, IDS, LOOKED_UP, ONCE
+from serving.requests.types import EMBEDDINGS, IDS, LOOKED_UP, SHARED
 
 _TYPE_FP16, _TYPE_INT32 = DataType.TYPE_FP16, DataType.TYPE_INT32
 
@@ -51,7 +51,7 @@ def info_of(config: Any) -> ModelInfo:
             each.name: ScoreDtype(_kserve_name(each)).numpy for each in config.output if each.name not in LOOKED_UP
         },
         by_id=by_id,
-        takes_once=any(each.name == ONCE for each in config.output),
+        takes_shared=any(each.name == SHARED for each in config.output),
     )
 
 

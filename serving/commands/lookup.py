@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient, Rows, Scores
+from serving.client import DEFAULT_TIMEOUT_S, Answer, JaggedRows, LookupClient, Scores
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.requests.types import Array, Embeddings
@@ -22,7 +22,7 @@ LinesArgument = Annotated[
 ]
 TimeoutOption = Annotated[float, typer.Option(help="Deadline of each request, in seconds.")]
 TableOption = Annotated[bool, typer.Option("--table", help="Print a table instead of JSON lines.")]
-OnceOption = Annotated[
+SharedOption = Annotated[
     list[str] | None,
     typer.Option(
         help="A feature with one bag in each line, or a dense input with one row. It counts for all samples of the "
@@ -80,14 +80,14 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
     return request
 
 
-def print_arrays(arrays: Mapping[str, Array | Rows]) -> None:
+def print_arrays(arrays: Mapping[str, Array | JaggedRows]) -> None:
     """Print arrays as a JSON line. Each number is the shortest decimal that reads back as the same float.
 
     Rows of a sequence are printed as a list of rows for each sample.
     """
     plain = {
         name: [_decimals(found.rows(sample)) for sample in range(len(found))]
-        if isinstance(found, Rows)
+        if isinstance(found, JaggedRows)
         else _decimals(found)
         for name, found in arrays.items()
     }
@@ -113,7 +113,7 @@ def lookup(
     url: UrlOption = DEFAULT_URL,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
-    once: OnceOption = None,
+    shared: SharedOption = None,
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
@@ -127,7 +127,7 @@ def lookup(
         client.info()
 
         def answer(line: bytes) -> Answer:
-            return client.lookup(object_of(line, '{"feature": [[id, ...], ...], ...}'), once=once or ())
+            return client.lookup(object_of(line, '{"feature": [[id, ...], ...], ...}'), shared=shared or ())
 
         refused = answer_lines(file, answer, _table if as_table else None)
     raise typer.Exit(refused)
@@ -136,19 +136,19 @@ def lookup(
 def _table(answer: Answer) -> Table:
     table = Table("sample", "feature", "dim", "embedding")
     samples = max(map(len, answer.values()))
-    once = [name for name, found in answer.items() if len(found) < samples]
-    for name in once:
+    shared = [name for name, found in answer.items() if len(found) < samples]
+    for name in shared:
         _add_rows(table, "all", name, answer[name], 0)
     table.add_section()
     for sample in range(samples):
-        for name in (name for name in answer if name not in once):
+        for name in (name for name in answer if name not in shared):
             _add_rows(table, str(sample), name, answer[name], sample)
         table.add_section()
     return table
 
 
-def _add_rows(table: Table, label: str, name: str, found: Embeddings | Rows, sample: int) -> None:
-    for row in found.rows(sample) if isinstance(found, Rows) else found[sample : sample + 1]:
+def _add_rows(table: Table, label: str, name: str, found: Embeddings | JaggedRows, sample: int) -> None:
+    for row in found.rows(sample) if isinstance(found, JaggedRows) else found[sample : sample + 1]:
         table.add_row(label, name, str(row.size), brief(row))
 
 
@@ -163,7 +163,7 @@ def score(
     url: UrlOption = DEFAULT_URL,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
-    once: OnceOption = None,
+    shared: SharedOption = None,
 ) -> None:
     """Score samples: each line {"features": {...}, "dense": {"input": [[number, ...], ...]}} gives {"output": [...]}.
 
@@ -178,7 +178,7 @@ def score(
             raise ConfigurationError(f"MODEL {model!r}: expected one with scores: export it with --scores")
 
         def answer(line: bytes) -> Scores:
-            return client.score(**_request(line), once=once or ())
+            return client.score(**_request(line), shared=shared or ())
 
         refused = answer_lines(file, answer, _scores_table if as_table else None)
     raise typer.Exit(refused)

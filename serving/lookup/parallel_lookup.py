@@ -159,11 +159,11 @@ class ParallelLookup:
 
         Their memory is used again once nothing refers to it.
         """
-        selection, offsets = batch.selection, batch.offsets
+        feature_set, offsets = batch.feature_set, batch.offsets
         bags = offsets.size - 1
         if not bags or batch.values.size * self._most[0] + bags * self._most[1] < 2 * LEAST:
             return None
-        positions = selection.positions
+        positions = feature_set.positions
         sizes = Sizes(offsets, self._id_bytes[positions].tolist(), self._bag_bytes[positions].tolist())
         total = float(sizes.ends[-1])
         threads = min(self._count, int(total // max(LEAST, 1)))
@@ -171,7 +171,7 @@ class ParallelLookup:
             return None
         share = max(total - HEAD_START, 0) / threads
         parts = cut(sizes, [total - (threads - 1) * share, *[share] * (threads - 1)], CALL)
-        columns = [0, *selection.ends.tolist()]
+        columns = [0, *feature_set.ends.tolist()]
         answer = self._memory.array(sizes.samples, columns[-1])
         # One call into torch for each thread, which releases Python's lock. With a call for each operator, threads
         # would wait for that lock again and again.
@@ -180,7 +180,7 @@ class ParallelLookup:
             torch.from_numpy(batch.values),
             torch.from_numpy(offsets),
             None if batch.weights is None else torch.from_numpy(batch.weights),
-            torch.from_numpy(selection.positions),
+            torch.from_numpy(feature_set.positions),
             columns,
             torch.from_numpy(answer),
             BLOCK // self._itemsize,

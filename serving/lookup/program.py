@@ -21,7 +21,7 @@ from serving.requests.jagged_inputs import jagged_inputs, sample_bounds, zero_ja
 from serving.requests.offsets import joined, place
 from serving.requests.schema import ScoringSchema
 from serving.requests.sequences import rows_of
-from serving.requests.types import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
+from serving.requests.types import Array, Batch, Embeddings, KjtRequest, Outputs, ValidatedRequests
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
 _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")
@@ -151,7 +151,7 @@ class DenseProgram:
         return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
 
     def score_all(
-        self, checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]
+        self, checked: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]
     ) -> dict[int, Outputs]:
         """Score those requests that ask for scores.
 
@@ -197,7 +197,7 @@ class DenseProgram:
         requests = [batch.requests[number] for number in asking]
         if batch.has_pooled:
             return embeddings[: requests[0].samples, self._pooled_columns]
-        if len(asking) == len(batch.requests) and all(request.once is None for request in requests):
+        if len(asking) == len(batch.requests) and all(request.shared is None for request in requests):
             return embeddings
         first = np.cumsum([0, *(request.height for request in batch.requests)])
         parts = [embeddings[first[number] : first[number + 1]] for number in asking]
@@ -287,9 +287,9 @@ def spread(embeddings: Embeddings, request: KjtRequest) -> Embeddings:
     Returns:
         [B, D].
     """
-    if request.once is not None:
-        ends = request.selection.ends
-        for feature in np.flatnonzero(request.once).tolist():
-            columns = slice(ends[feature] - request.selection.dims[feature], ends[feature])
+    if request.shared is not None:
+        ends = request.feature_set.ends
+        for feature in np.flatnonzero(request.shared).tolist():
+            columns = slice(ends[feature] - request.feature_set.dims[feature], ends[feature])
             embeddings[1:, columns] = embeddings[0, columns]
     return embeddings[: request.samples]

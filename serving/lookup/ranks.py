@@ -92,6 +92,6 @@ def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | 
         values int64 [N], offsets int64 [F·B + 1], per-id weights float32 [N] or None, and features int64 [F]: their
         positions in the manifest. None for features means the manifest's order, which is compiled in.
     """
-    features = None if batch.selection.default else torch.from_numpy(batch.selection.positions)
+    features = None if batch.feature_set.default else torch.from_numpy(batch.feature_set.positions)
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     return torch.from_numpy(batch.values), torch.from_numpy(batch.offsets), weights, features

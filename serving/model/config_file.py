@@ -18,7 +18,7 @@ from serving.errors import ConfigurationError
 from serving.files import read_file, replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
 from serving.protocol.messages import DataType, ModelConfig, ModelInstanceGroup
-from serving.requests.types import ONCE, SEQUENCES
+from serving.requests.types import SEQUENCES, SHARED
 
 if TYPE_CHECKING:  # clients have no use for cryptography
     from serving.bundle.signature import TrustedKeys
@@ -244,7 +244,7 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
             )
     if manifest.part_of is None:  # a router does not ask its hosts for these
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
-        config.output.add(name=ONCE, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
+        config.output.add(name=SHARED, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
     keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),

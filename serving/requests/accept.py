@@ -12,9 +12,9 @@ from serving.errors import InvalidRequest, ModelNotFound, Reason
 from serving.requests.batches import Limits, check_sequences, check_size
 from serving.requests.dense_inputs import accept_dense
 from serving.requests.jagged_inputs import accept_jagged
-from serving.requests.offsets import bag_bounds, id_bounds, once_of, ranges, samples_of
-from serving.requests.schema import LookupSchema, ScoringSchema, Selection
-from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
+from serving.requests.offsets import bag_bounds, id_bounds, ranges, samples_of, shared_mask
+from serving.requests.schema import FeatureSet, LookupSchema, ScoringSchema
+from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Array, KjtRequest, Mask, Tensors
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
@@ -35,39 +35,39 @@ def accept(schema: LookupSchema, tensors: Tensors, limits: Limits | None = None)
     """
     values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
     if tensors.tables is None:
-        selection = schema.select(tensors.features)
+        feature_set = schema.select(tensors.features)
     else:
         _expect_rows(tensors)
-        selection = schema.select_rows(tensors.tables)
+        feature_set = schema.select_rows(tensors.tables)
     if values.dtype == _INT32:  # as hosts are sent row numbers
         values = values.astype(np.int64)
     _expect_vector("values", values, _INT64)
     values = np.ascontiguousarray(values)  # FBGEMM takes ids to lie side by side
     _expect_vector("lengths", lengths, _INT32)
-    once = None
-    if tensors.once:
-        once = once_of(selection.keys, [dense.name for dense in schema.dense_inputs], tensors.once)
-    samples = samples_of(tensors, selection.keys, once, schema.by_id)
+    shared = None
+    if tensors.shared:
+        shared = shared_mask(feature_set.keys, [dense.name for dense in schema.dense_inputs], tensors.shared)
+    samples = samples_of(tensors, feature_set.keys, shared, schema.by_id)
     if limits is not None:
         check_size(values.size, samples, limits)
     _expect_weights(schema.weighted, weights, values.size)
-    request = KjtRequest(selection, values, lengths, weights, samples, once=once, outputs=tensors.outputs)  # type: ignore[arg-type]
-    if selection.reads is not None:
-        request = _reordered(request, selection.keys, selection.reads, selection)
+    request = KjtRequest(feature_set, values, lengths, weights, samples, shared=shared, outputs=tensors.outputs)  # type: ignore[arg-type]
+    if feature_set.reads is not None:
+        request = _reordered(request, feature_set.keys, feature_set.reads, feature_set)
     is_scored = tensors.tables is None and not schema.scores.isdisjoint(tensors.outputs)
     if is_scored and isinstance(schema, ScoringSchema):
         request = _with_dense(schema, request, tensors)
-    if limits is not None and (selection.pooled is not selection or request.jagged_bytes):
+    if limits is not None and (feature_set.pooled is not feature_set or request.jagged_bytes):
         check_sequences(request, limits)
-    if request.once is not None:
-        _expect_output(request, request.once)
+    if request.shared is not None:
+        _expect_output(request, request.shared)
     return request
 
 
 def _expect_rows(tensors: Tensors) -> None:
     if tensors.features is not None:
         raise InvalidRequest("expected the parameter features or tables, got both", Reason.FEATURES)
-    if tensors.once:
+    if tensors.shared:
         raise InvalidRequest("expected the parameter once or tables, got both", Reason.FEATURES)
     if SEQUENCES not in tensors.outputs:
         raise InvalidRequest(
@@ -77,12 +77,12 @@ def _expect_rows(tensors: Tensors) -> None:
         )
 
 
-def _expect_output(request: KjtRequest, once: Mask) -> None:
+def _expect_output(request: KjtRequest, shared: Mask) -> None:
     """Refuse a request whose pooled features come once, and whose answer has no place for them."""
-    pooled = once & ~request.selection.sequence
-    if EMBEDDINGS in request.outputs and ONCE not in request.outputs and pooled.any():
+    pooled = shared & ~request.feature_set.sequence
+    if EMBEDDINGS in request.outputs and SHARED not in request.outputs and pooled.any():
         raise InvalidRequest(
-            f"once: pooled features that come once are answered in the output {ONCE!r}: ask for it; models of "
+            f"once: pooled features that come once are answered in the output {SHARED!r}: ask for it; models of "
             "earlier exports, and of hosts, do not have it",
             Reason.FEATURES,
         )
@@ -112,29 +112,29 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
     Raises:
         InvalidRequest: a feature or a dense input is missing or wrong.
     """
-    selection = request.selection
-    if len(selection.names) < len(schema.every.names):
-        missing = next(name for name in schema.every.names if name not in selection.names)
+    feature_set = request.feature_set
+    if len(feature_set.names) < len(schema.every.names):
+        missing = next(name for name in schema.every.names if name not in feature_set.names)
         names = ", ".join(map(repr, schema.every.names))
         raise InvalidRequest(
             f"feature {missing!r}: expected all features, which scores need: {names}", Reason.FEATURES
         )
-    if not selection.default:
-        request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
+    if not feature_set.default:
+        request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.every)
     part = schema.dense_part
     if not schema.by_id:
-        request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.once)
+        request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared)
         return accept_jagged(schema, request)
-    bounds = id_bounds(request.selection.names, request)
+    bounds = id_bounds(request.feature_set.names, request)
     ids = {key: int(bounds[at + 1] - bounds[at]) for key in schema.by_id.values() for at in [schema.first_of(key)]}
-    found = accept_dense(part.inputs, tensors.dense, request.samples, tensors.once, ids)
+    found = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared, ids)
     named = dict(zip((each.name for each in part.inputs), found, strict=True))
     request.dense = [each for name, each in named.items() if name not in schema.by_id]
     return accept_jagged(schema, request, named)
 
 
 def _reordered(
-    request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], selection: Selection
+    request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], feature_set: FeatureSet
 ) -> KjtRequest:
     """Take the bags and ids of some names, in another order. A name may be taken several times, as features of one
     key each get a copy of its ids.
@@ -148,15 +148,15 @@ def _reordered(
     Raises:
         InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
     """
-    ids, bags = id_bounds(names, request), bag_bounds(len(names), request.samples, request.once)
+    ids, bags = id_bounds(names, request), bag_bounds(len(names), request.samples, request.shared)
     at = ranges(ids[chosen], np.diff(ids)[chosen])
     return replace(
         request,
-        selection=selection,
+        feature_set=feature_set,
         values=request.values[at],
         lengths=request.lengths[ranges(bags[chosen], np.diff(bags)[chosen])],
         weights=None if request.weights is None else request.weights[at],
-        once=None if request.once is None else request.once[chosen],
+        shared=None if request.shared is None else request.shared[chosen],
     )
 
 

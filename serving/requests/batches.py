@@ -20,15 +20,15 @@ from serving.requests.schema import LookupSchema
 from serving.requests.sequences import one_batch, row_batches, rows_of
 from serving.requests.types import (
     EMBEDDINGS,
-    ONCE,
     SEQUENCES,
+    SHARED,
     Batch,
-    Checked,
     Embeddings,
     Ids,
     KjtRequest,
     Mask,
     Outputs,
+    ValidatedRequests,
 )
 
 
@@ -85,12 +85,12 @@ def check_sequences(request: KjtRequest, limits: Limits) -> None:
 
 def sequence_bytes(request: KjtRequest) -> int:
     """Bytes of the unpooled rows that a request asks for, as FP32, and of the jagged inputs of its scores."""
-    selection = request.selection
-    if selection.pooled is selection or SEQUENCES not in request.outputs:
+    feature_set = request.feature_set
+    if feature_set.pooled is feature_set or SEQUENCES not in request.outputs:
         return request.jagged_bytes
-    bags = bag_bounds(len(selection.names), request.samples, request.once)
+    bags = bag_bounds(len(feature_set.names), request.samples, request.shared)
     ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
-    answered = int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
+    answered = int(ids[feature_set.sequence] @ feature_set.dims[feature_set.sequence]) * np.dtype(np.float32).itemsize
     return answered + request.jagged_bytes
 
 
@@ -124,7 +124,7 @@ def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
         )
 
 
-def batches_of(schema: LookupSchema, checked: Checked) -> list[Batch]:
+def batches_of(schema: LookupSchema, checked: ValidatedRequests) -> list[Batch]:
     """The batches to look up for some requests, without outputs that none wants.
 
     Where features are pooled, scores are made of the first one; and of rows, where the dense part takes some.
@@ -135,13 +135,15 @@ def batches_of(schema: LookupSchema, checked: Checked) -> list[Batch]:
     if len(requests) == 1 and (batch := one_batch(schema, checked)) is not None:
         return [batch]
     batches = []
-    for parts, is_once in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
+    for parts, is_shared in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
         if (kept := np.flatnonzero(joined(parts))).size:
-            batches.append(replace(merge(schema, _part(schema, checked, parts, kept, is_once)), is_once=is_once))
+            batches.append(
+                replace(merge(schema, _part(schema, checked, parts, kept, is_shared)), is_shared=is_shared)
+            )
     return [*batches, *row_batches(schema, checked)]
 
 
-def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
+def outputs_of(checked: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
     """The outputs of each request, from the answers to all batches.
 
     Returns:
@@ -152,15 +154,15 @@ def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Emb
     for batch, answer in zip(batches, answers, strict=True):
         if batch.row_bounds is None:
             for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
-                if request.selection.names:
-                    found |= {ONCE: embeddings} if batch.is_once else _divided(embeddings, request)
+                if request.feature_set.names:
+                    found |= {SHARED: embeddings} if batch.is_shared else _divided(embeddings, request)
     if len(batches) == 1 and batches[0].row_bounds is None:
         return outputs  # type: ignore[return-value]
     wanting = [SEQUENCES in each.outputs and _has_sequences(each) for each in checked.requests]
     by_feature = rows_of(batches, answers) if any(wanting) else {}
     for number, (found, request) in enumerate(zip(outputs, checked.requests, strict=True)):
         if wanting[number]:
-            positions = request.selection.positions[request.selection.sequence].tolist()
+            positions = request.feature_set.positions[request.feature_set.sequence].tolist()
             found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
     return outputs  # type: ignore[return-value]
 
@@ -173,14 +175,14 @@ def _divided(embeddings: Embeddings, request: KjtRequest) -> Outputs:
         embeddings: its part of the answer to a batch, [height, D_1 + D_2].
         request: the request.
     """
-    if request.once is None:
+    if request.shared is None:
         return {EMBEDDINGS: embeddings} if EMBEDDINGS in request.outputs else {}
-    here = np.repeat(request.once, request.selection.dims)
+    here = np.repeat(request.shared, request.feature_set.dims)
     found = {}
-    if EMBEDDINGS in request.outputs and not request.once.all():
+    if EMBEDDINGS in request.outputs and not request.shared.all():
         found[EMBEDDINGS] = embeddings[: request.samples, ~here]
-    if ONCE in request.outputs and request.once.any():
-        found[ONCE] = embeddings[:1, here]
+    if SHARED in request.outputs and request.shared.any():
+        found[SHARED] = embeddings[:1, here]
     return found
 
 
@@ -188,30 +190,32 @@ def _is_whole(request: KjtRequest) -> bool:
     """Whether all of its features are looked up in one batch."""
     if request.dense is not None:
         return not _has_sequences(request)
-    return EMBEDDINGS in request.outputs and request.once is None and not _has_sequences(request)
+    return EMBEDDINGS in request.outputs and request.shared is None and not _has_sequences(request)
 
 
 def _has_sequences(request: KjtRequest) -> bool:
-    return request.selection.pooled is not request.selection
+    return request.feature_set.pooled is not request.feature_set
 
 
 def _each(request: KjtRequest) -> Mask:
     """The features that are looked up for each sample, or for scores: bool [F]."""
-    pooled: Mask = ~request.selection.sequence
+    pooled: Mask = ~request.feature_set.sequence
     if request.dense is not None:
         return pooled
     pooled &= EMBEDDINGS in request.outputs
-    return pooled if request.once is None else pooled & ~request.once
+    return pooled if request.shared is None else pooled & ~request.shared
 
 
 def _once(request: KjtRequest) -> Mask:
     """The features that are looked up once: bool [F]."""
-    if request.once is None or request.dense is not None or ONCE not in request.outputs:
-        return np.zeros(len(request.selection.names), np.bool_)
-    return request.once & ~request.selection.sequence
+    if request.shared is None or request.dense is not None or SHARED not in request.outputs:
+        return np.zeros(len(request.feature_set.names), np.bool_)
+    return request.shared & ~request.feature_set.sequence
 
 
-def _part(schema: LookupSchema, checked: Checked, parts: Sequence[Mask], kept: Ids, is_once: bool) -> Checked:
+def _part(
+    schema: LookupSchema, checked: ValidatedRequests, parts: Sequence[Mask], kept: Ids, is_shared: bool
+) -> ValidatedRequests:
     """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples.
 
     `kept`: which segments these are, int64.
@@ -226,19 +230,19 @@ def _part(schema: LookupSchema, checked: Checked, parts: Sequence[Mask], kept: I
     first_ids, first_bags = id_bounds.tolist(), bag_bounds.tolist()
     left, segment = [], 0
     for request, part in zip(requests, parts, strict=True):
-        selection = schema.at(request.selection.positions[part].tolist())
-        first, segment = segment, segment + len(selection.names)
-        samples = 1 if is_once else request.samples
+        feature_set = schema.at(request.feature_set.positions[part].tolist())
+        first, segment = segment, segment + len(feature_set.names)
+        samples = 1 if is_shared else request.samples
         left.append(
             KjtRequest(
-                selection,
+                feature_set,
                 values[first_ids[first] : first_ids[segment]],
                 lengths[first_bags[first] : first_bags[segment]],
                 None,
                 samples if segment > first else 0,
-                once=None if request.once is None or request.dense is None else request.once[part],
+                shared=None if request.shared is None or request.dense is None else request.shared[part],
                 outputs=request.outputs,
             )
         )
     weights = None if checked.weights is None else checked.weights[source]
-    return Checked(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)
+    return ValidatedRequests(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)

@@ -89,7 +89,14 @@ class CapturedDense(
         return np.frombuffer(numbers, dtype).reshape(self.shape).astype(dtype.newbyteorder("="))
 
 
-class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class CapturedRequest(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    rename={"shared": "once"},
+):
     """A line of the file. Weights are not captured: a replay sends a weight of 1 for each id.
 
     Attributes:
@@ -101,7 +108,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         lengths: bag sizes, feature-major [F·B].
         dense: the dense inputs that came, by name.
         outputs: the outputs asked for; None for those of a lookup.
-        once: what came once.
+        shared: what came once.
         traceparent: the W3C trace context of the request, if it had one.
     """
 
@@ -113,7 +120,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     lengths: list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
     dense: dict[str, CapturedDense] = {}
     outputs: list[str] | None = None
-    once: list[str] = []
+    shared: list[str] = []
     traceparent: str | None = None
 
     @classmethod
@@ -129,7 +136,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             dense={name: CapturedDense.of(array) for name, array in tensors.dense.items()},
             # Triton names them in any order.
             outputs=None if set(tensors.outputs) == set(LOOKED_UP) else sorted(tensors.outputs),
-            once=list(tensors.once),
+            shared=list(tensors.shared),
             traceparent=tensors.trace,
         )
 
@@ -144,7 +151,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             outputs=LOOKED_UP if self.outputs is None else self.outputs,
             dense={name: each.array for name, each in self.dense.items()},
             tables=self.tables,
-            once=self.once,
+            shared=self.shared,
         )
 
 

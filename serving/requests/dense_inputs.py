@@ -142,7 +142,7 @@ def accept_dense(
     inputs: Sequence[DenseInput],
     given: Mapping[str, Array],
     samples: int,
-    once: Collection[str] = (),
+    shared: Collection[str] = (),
     ids: Mapping[str, int] = MappingProxyType({}),
 ) -> Dense:
     """Take the dense inputs of one request, if they are of the right kind and size.
@@ -151,7 +151,7 @@ def accept_dense(
         inputs: those that are expected.
         given: by name. Anything may be in it.
         samples: of the request.
-        once: names of those that have one row, which counts for all samples.
+        shared: names of those that have one row, which counts for all samples.
         ids: how many of each key there are, where an input has a row for each. Of a key that comes once: in its bag.
 
     Returns:
@@ -162,24 +162,24 @@ def accept_dense(
     """
     found = []
     for each in inputs:
-        is_once, array = each.name in once, given.get(each.name)
+        is_shared, array = each.name in shared, given.get(each.name)
         if each.key is not None:
-            found.append(_accepted_by_id(inputs, each, given, ids[each.key], is_once=is_once))
+            found.append(_accepted_by_id(inputs, each, given, ids[each.key], is_shared=is_shared))
             continue
-        shape = (1 if is_once else samples, *each.shape)
+        shape = (1 if is_shared else samples, *each.shape)
         if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_others(each, array):
             _expect_known(inputs, given)
-            raise _refusal(each, shape, "all samples" if is_once else "each sample", array)
-        found.append(np.broadcast_to(array, (samples, *each.shape)) if is_once else array)
+            raise _refusal(each, shape, "all samples" if is_shared else "each sample", array)
+        found.append(np.broadcast_to(array, (samples, *each.shape)) if is_shared else array)
     if len(given) > len(found):
         _expect_known(inputs, given)
     return found
 
 
 def _accepted_by_id(
-    inputs: Sequence[DenseInput], of: DenseInput, given: Mapping[str, Array], ids: int, *, is_once: bool
+    inputs: Sequence[DenseInput], of: DenseInput, given: Mapping[str, Array], ids: int, *, is_shared: bool
 ) -> Array:
-    if is_once:
+    if is_shared:
         raise InvalidRequest(
             f"once: {of.name!r}: has a row for each id of {of.key!r}: name that key, and both come once",
             Reason.FEATURES,

@@ -47,7 +47,9 @@ _NUMBERS = (int, float, np.generic)
 _INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 
 
-def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = (), **options: Any) -> Tensors:
+def encode(
+    features: Features, weighted: Collection[str] = (), shared: Collection[str] = (), **options: Any
+) -> Tensors:
     """Lay the bags of some features out as one feature-major request.
 
     Args:
@@ -60,7 +62,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
             Values and lengths may be of any integer dtype, weights of any number's.
         weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
             sent with a weight of 1.
-        once: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
+        shared: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
             inputs may come once, too.
         options: other fields of `Tensors`.
 
@@ -70,10 +72,10 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
     Raises:
         InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong.
     """
-    once = _names(once)
+    shared = _names(shared)
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
-        _expect_as_in_requests(features, once)
-        return replace(_of_kjt(features, weighted), once=once, **options)
+        _expect_as_in_requests(features, shared)
+        return replace(_of_kjt(features, weighted), shared=shared, **options)
     if not isinstance(features, Mapping):
         raise InvalidRequest(
             f"features: expected ids by feature, {{name: ids}}, or a KeyedJaggedTensor, got {type(features).__name__}"
@@ -82,7 +84,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
         raise InvalidRequest("features: expected at least one, got none")
     columns = {name: _column(name, bags) for name, bags in features.items()}
     samples = {name: len(lengths) for name, (_, lengths, _) in columns.items()}
-    _expect_samples(samples, once, {name for name, bags in features.items() if _is_flat(bags)})
+    _expect_samples(samples, shared, {name for name, bags in features.items() if _is_flat(bags)})
     weights = [
         np.ones(values.size, np.float32) if column_weights is None else column_weights
         for name, (values, _, column_weights) in columns.items()
@@ -93,7 +95,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
         values=np.concatenate([values for values, _, _ in columns.values()]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns.values()]),
         weights=np.concatenate(weights) if weights else None,
-        once=once,
+        shared=shared,
         **options,
     )
 
@@ -177,37 +179,41 @@ def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
     return Tensors(names, values, lengths, weights)
 
 
-def _names(once: Any) -> tuple[str, ...]:
-    if isinstance(once, str) or not isinstance(once, Collection) or not all(isinstance(each, str) for each in once):
-        raise InvalidRequest(f"once: expected names of features, [name, …], got {once!r:.80}")
-    return tuple(once)
+def _names(shared: Any) -> tuple[str, ...]:
+    if (
+        isinstance(shared, str)
+        or not isinstance(shared, Collection)
+        or not all(isinstance(each, str) for each in shared)
+    ):
+        raise InvalidRequest(f"shared: expected names of features, [name, …], got {shared!r:.80}")
+    return tuple(shared)
 
 
-def _expect_as_in_requests(kjt: Any, once: Collection[str]) -> None:
+def _expect_as_in_requests(kjt: Any, shared: Collection[str]) -> None:
     """Refuse a KeyedJaggedTensor whose keys have other numbers of bags than those of a request, as far as it says."""
     if hasattr(kjt, "stride_per_key"):
-        _expect_samples(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)), once)
+        _expect_samples(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)), shared)
     if hasattr(kjt, "inverse_indices_or_none") and kjt.inverse_indices_or_none() is not None:
-        raise InvalidRequest("features: expected a KeyedJaggedTensor without inverse indices: name keys in `once`")
+        raise InvalidRequest("features: expected a KeyedJaggedTensor without inverse indices: name keys in `shared`")
 
 
-def _expect_samples(samples: Mapping[str, int], once: Collection[str], flat: Collection[str] = ()) -> None:
+def _expect_samples(samples: Mapping[str, int], shared: Collection[str], flat: Collection[str] = ()) -> None:
     """Refuse features with other numbers of samples than the first, or than one for what comes once.
 
     Args:
         samples: of each feature.
-        once: those that come once.
+        shared: those that come once.
         flat: those that were given as a list of ids.
     """
-    for name in once:
+    for name in shared:
         if samples.get(name, 1) != 1:
             raise InvalidRequest(f"feature {name!r}: expected one bag, because it comes once, got {samples[name]}")
-    many = [name for name in samples if name not in once]
+    many = [name for name in samples if name not in shared]
     for name in many:
         first, found, expected = many[0], samples[name], samples[many[0]]
         if found == expected:
             continue
-        hint = ": what comes once and counts for all samples is named in `once`" if 1 in (found, expected) else ""
+        hint = ": what comes once and counts for all samples is named in `shared`" if 1 in (found, expected) else ""
         if one := next((each for each in (name, first) if each in flat), None):
             hint = f": {one!r} is a list of ids, one for each sample; a sample with several is [[id, …]]"
         raise InvalidRequest(

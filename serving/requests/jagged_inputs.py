@@ -35,11 +35,11 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
     Raises:
         InvalidRequest: a length is wrong, or not the one that the model takes.
     """
-    part, names = schema.dense_part, request.selection.names
+    part, names = schema.dense_part, request.feature_set.names
     if not part.jagged and not part.fixed_lengths and not part.together:
         return request
     # Lists: single numbers of an array are slow.
-    bags = bag_bounds(len(names), request.samples, request.once).tolist()
+    bags = bag_bounds(len(names), request.samples, request.shared).tolist()
     ids = id_bounds(names, request).tolist()
     for key, length in part.fixed_lengths.items():
         at = schema.first_of(key)
@@ -54,13 +54,13 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
         of_ids = slice(ids[at], ids[at + 1])
         if each.kind is JaggedKind.ROWS:
             found = None
-            own_bytes = (ids[at + 1] - ids[at]) * request.selection.dims.item(at) * _ROW_ITEM_BYTES
+            own_bytes = (ids[at + 1] - ids[at]) * request.feature_set.dims.item(at) * _ROW_ITEM_BYTES
         else:
             is_dense = each.kind is JaggedKind.NUMBERS
             found = dense[each.name] if is_dense else _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)
             own_bytes = found.nbytes
         jagged.append(found)
-        size_bytes += own_bytes * (request.samples if _comes_once(request, at) else 1)
+        size_bytes += own_bytes * (request.samples if _is_shared(request, at) else 1)
     request.jagged, request.jagged_bytes = jagged, size_bytes
     return request
 
@@ -77,7 +77,7 @@ def jagged_inputs(schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, n
     found = []
     for array, at in zip(request.jagged, schema.jagged, strict=True):
         each = rows[number, at] if array is None else array
-        if _comes_once(request, at):
+        if _is_shared(request, at):
             each = np.tile(each, (request.samples, *(1 for _ in each.shape[1:])))
         found.append(each)
     return found
@@ -152,8 +152,8 @@ def _sent(kind: JaggedKind, request: KjtRequest, bags: slice, ids: slice) -> Arr
     return request.weights[ids]
 
 
-def _comes_once(request: KjtRequest, feature: int) -> bool:
-    return request.once is not None and bool(request.once[feature])
+def _is_shared(request: KjtRequest, feature: int) -> bool:
+    return request.shared is not None and bool(request.shared[feature])
 
 
 def _expect_as_many(keys: tuple[str, str], one: Lengths, other: Lengths) -> None:

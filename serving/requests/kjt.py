@@ -43,21 +43,21 @@ from serving.requests.offsets import (
     segment_bounds,
 )
 from serving.requests.position_weights import expect_short_bags, positions_of, weights_by_position
-from serving.requests.schema import LookupSchema, Selection
-from serving.requests.types import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
+from serving.requests.schema import FeatureSet, LookupSchema
+from serving.requests.types import Batch, Embeddings, Ids, KjtRequest, Lengths, ValidatedRequests, Weights
 
 _UINT64 = np.dtype(np.uint64)
 _ANY = np.uint64(2**64 - 1)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
 _NO_LENGTHS: Lengths = np.empty(0, np.int32)
-_NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
+_NOBODY = ValidatedRequests((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
 # `any` and `count_nonzero` call these by way of Python functions.
 _max_of_each, _any = np.maximum.reduceat, np.logical_or.reduce
 
 
 def check_each(
     requests: Sequence[KjtRequest],
-) -> tuple[Checked, Sequence[int], dict[int, ServingError], dict[str, int]]:
+) -> tuple[ValidatedRequests, Sequence[int], dict[int, ServingError], dict[str, int]]:
     """Check requests together. Where one of them is wrong, the tables' id policies are applied to each.
 
     Returns:
@@ -68,7 +68,7 @@ def check_each(
         InternalError: as `check`.
     """
     try:
-        checked: Checked | None = check(requests)
+        checked: ValidatedRequests | None = check(requests)
     except InvalidRequest:
         checked = None  # what follows is not part of this error's handling: errors hold those that they followed
     if checked is not None:
@@ -94,7 +94,7 @@ def _policies_applied(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]] 
         return error.with_traceback(None)
 
 
-def check(requests: Sequence[KjtRequest]) -> Checked:
+def check(requests: Sequence[KjtRequest]) -> ValidatedRequests:
     """Check the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
 
     An id of a table with a map becomes the row that the map says, if it takes the id. An id outside a table
@@ -113,22 +113,22 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
     _expect_sums(requests, offsets)
     bags = segment_bounds(requests)
     ids = offsets[bags]
-    if (id_maps := requests[0].selection.id_maps) is not None:
+    if (id_maps := requests[0].feature_set.id_maps) is not None:
         values = _remapped(requests, id_maps, values, ids)
     outside = _segments_outside(values, ids, rows)
     if outside.size:
-        mapped = outside[joined([request.selection.maps for request in requests])[outside] >= 0]
+        mapped = outside[joined([request.feature_set.maps for request in requests])[outside] >= 0]
         # An id that a map does not take has no row, which is -1.
         if any(int(values[ids[at] : ids[at + 1]].max()) >= int(rows[at]) for at in mapped):
             raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
-        if not joined([request.selection.modulo for request in requests])[outside].all():
+        if not joined([request.feature_set.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # In [0, rows) for negative ids too. It changes no id that is there already.
         values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(ids)))
     weights = _counted_weights(requests, ids)
-    if (position_weights := requests[0].selection.position_weights) is not None:
+    if (position_weights := requests[0].feature_set.position_weights) is not None:
         weights = weights_by_position(requests, position_weights, lengths, offsets, ids, weights)
-    return Checked(requests, values, weights, lengths, offsets, bags, ids)
+    return ValidatedRequests(requests, values, weights, lengths, offsets, bags, ids)
 
 
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
@@ -145,35 +145,35 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         InvalidRequest: a length is wrong; the message names the feature, what was expected and what came.
         IdsOutside: an id is outside a table whose policy is `error`; the message names it likewise.
     """
-    selection = request.selection
-    ids = np.diff(id_bounds(selection.names, request))  # of each feature, int64 [F]
+    feature_set = request.feature_set
+    ids = np.diff(id_bounds(feature_set.names, request))  # of each feature, int64 [F]
     expect_short_bags(request)
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
-    outside = request.values.view(np.uint64) > np.repeat(_last_ids(selection), ids)
-    counts = _counts_by_table(selection, feature_of[outside])
-    refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
+    outside = request.values.view(np.uint64) > np.repeat(_last_ids(feature_set), ids)
+    counts = _counts_by_table(feature_set, feature_of[outside])
+    refused = outside & ~(feature_set.zero | (feature_set.default_rows >= 0))[feature_of]
     if refused.any():
         at = int(np.argmax(refused))
         raise _ids_outside(request, at, int(bag_of[at]), counts)
 
-    zeroed = outside & selection.zero[feature_of]
-    rowless = zeroed & selection.sequence[feature_of]
+    zeroed = outside & feature_set.zero[feature_of]
+    rowless = zeroed & feature_set.sequence[feature_of]
     dropped = zeroed & ~rowless
-    values = np.where(outside & ~dropped, np.maximum(selection.default_rows[feature_of], 0), request.values)
+    values = np.where(outside & ~dropped, np.maximum(feature_set.default_rows[feature_of], 0), request.values)
     lost = np.bincount(bag_of[dropped], minlength=request.lengths.size).astype(np.int32)
     changed = replace(
         request,
         values=values[~dropped],
         lengths=request.lengths - lost,
         weights=None if request.weights is None else request.weights[~dropped],
-        positions=None if selection.position_weights is None else positions_of(request)[~dropped],
+        positions=None if feature_set.position_weights is None else positions_of(request)[~dropped],
         rowless=rowless[~dropped] if rowless.any() else None,
     )
     return changed, counts
 
 
-def merge(schema: LookupSchema, checked: Checked) -> Batch:
+def merge(schema: LookupSchema, checked: ValidatedRequests) -> Batch:
     """Join requests so that one TBE call answers them all.
 
     KJT is feature-major, so this interleaves per feature; it is not a concatenation. Requests may ask for
@@ -185,30 +185,30 @@ def merge(schema: LookupSchema, checked: Checked) -> Batch:
         they are the request's own arrays: nothing is copied.
     """
     requests = checked.requests
-    selection = requests[0].selection
-    if len(requests) == 1 and requests[0].once is None:
-        return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
+    feature_set = requests[0].feature_set
+    if len(requests) == 1 and requests[0].shared is None:
+        return Batch(requests, feature_set, checked.values, checked.offsets, checked.weights)
     if are_alike(requests):
-        shape = len(requests), len(selection.names)
+        shape = len(requests), len(feature_set.names)
         order = features_first(*shape)
         lengths = checked.lengths.reshape(*shape, requests[0].samples).swapaxes(0, 1).ravel()
     else:
-        if any(request.selection is not selection for request in requests):
-            selection = schema.every.at(np.unique(joined([request.selection.positions for request in requests])))
+        if any(request.feature_set is not feature_set for request in requests):
+            feature_set = schema.every.at(np.unique(joined([request.feature_set.positions for request in requests])))
         # The feature of each segment, as a position in the batch: int64 [S].
-        positions = joined([selection.positions_of(request.selection) for request in requests])
+        positions = joined([feature_set.positions_of(request.feature_set) for request in requests])
         # Segments are in the order of requests. A stable sort puts them in the order of features.
         order = positions.argsort(kind="stable")
         heights = [request.height for request in requests]
-        features = [len(request.selection.names) for request in requests]
+        features = [len(request.feature_set.names) for request in requests]
         total = sum(heights)
         first_sample = np.repeat(np.array(list(accumulate(heights, initial=0))[:-1]), features)
-        lengths = np.zeros(len(selection.names) * total, np.int32)
+        lengths = np.zeros(len(feature_set.names) * total, np.int32)
         bags = ranges(positions * total + first_sample, checked.bag_bounds[1:] - checked.bag_bounds[:-1])
         lengths[bags] = checked.lengths
     source = ranges(checked.id_bounds[:-1][order], (checked.id_bounds[1:] - checked.id_bounds[:-1])[order])
     weights = None if checked.weights is None else checked.weights.take(source)
-    return Batch(requests, selection, checked.values.take(source), offsets_of(lengths), weights)
+    return Batch(requests, feature_set, checked.values.take(source), offsets_of(lengths), weights)
 
 
 def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
@@ -222,14 +222,14 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
         One array [B_r, D_r] for each request, of the same dtype. It is a view of `embeddings`, or a copy where the
         request's features or their order differ from the batch's.
     """
-    merged = batch.selection
+    merged = batch.feature_set
     answers: list[Embeddings] = []
     end = 0
     for request in batch.requests:
         start, end = end, end + request.height
         answer = embeddings[start:end]
-        if request.selection is not merged:
-            positions = merged.positions_of(request.selection)
+        if request.feature_set is not merged:
+            positions = merged.positions_of(request.feature_set)
             answer = answer.take(ranges((merged.ends - merged.dims)[positions], merged.dims[positions]), axis=1)
         answers.append(answer)
     return answers
@@ -239,11 +239,11 @@ def _joined(requests: Sequence[KjtRequest]) -> tuple[Ids, Lengths, npt.NDArray[n
     """The ids of all requests, int64 [N], their lengths, int32 [bags], and the rows of their tables, uint64 [S]."""
     if len(requests) == 1:
         (request,) = requests
-        return request.values, request.lengths, request.selection.rows
+        return request.values, request.lengths, request.feature_set.rows
     return (
         joined([request.values for request in requests]),
         joined([request.lengths for request in requests]),
-        joined([request.selection.rows for request in requests]),
+        joined([request.feature_set.rows for request in requests]),
     )
 
 
@@ -271,7 +271,7 @@ def _segments_outside(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64])
 
 def _remapped(requests: Sequence[KjtRequest], maps: IdMaps, values: Ids, id_bounds: Ids) -> Ids:
     """The ids of all requests, int64 [N], as row numbers where their tables have maps."""
-    of_ids = joined([request.selection.maps for request in requests]).repeat(np.diff(id_bounds))
+    of_ids = joined([request.feature_set.maps for request in requests]).repeat(np.diff(id_bounds))
     here = np.flatnonzero(of_ids >= 0)
     if here.size == values.size:
         return maps.rows_of(values, of_ids)
@@ -285,24 +285,26 @@ def _counted_weights(requests: Sequence[KjtRequest], id_bounds: Ids) -> Weights 
     if requests[0].weights is None:
         return None
     weights = np.concatenate([request.weights for request in requests if request.weights is not None])
-    weighted = np.concatenate([request.selection.weighted for request in requests])
+    weighted = np.concatenate([request.feature_set.weighted for request in requests])
     if weighted.all():
         return weights
     return np.where(np.repeat(weighted, np.diff(id_bounds)), weights, np.float32(1))
 
 
-def _last_ids(selection: Selection) -> npt.NDArray[np.uint64]:
+def _last_ids(feature_set: FeatureSet) -> npt.NDArray[np.uint64]:
     """The last id that each feature takes, as a number without a sign: uint64 [F]. 2⁶⁴ − 1: it takes any int64."""
-    last = np.where(selection.modulo, _ANY, selection.rows - np.uint64(1))
-    if selection.id_maps is None:
+    last = np.where(feature_set.modulo, _ANY, feature_set.rows - np.uint64(1))
+    if feature_set.id_maps is None:
         return last
-    return np.where(selection.maps >= 0, selection.id_maps.last_ids[selection.maps], last)
+    return np.where(feature_set.maps >= 0, feature_set.id_maps.last_ids[feature_set.maps], last)
 
 
-def _counts_by_table(selection: Selection, features: Ids) -> dict[str, int]:
+def _counts_by_table(feature_set: FeatureSet, features: Ids) -> dict[str, int]:
     """How often each table occurs among those of `features`, positions int64 [n]; only tables that do."""
     counts: dict[str, int] = {}
-    for table, count in zip(selection.tables, np.bincount(features, minlength=len(selection.tables)), strict=True):
+    for table, count in zip(
+        feature_set.tables, np.bincount(features, minlength=len(feature_set.tables)), strict=True
+    ):
         if count:
             counts[table] = counts.get(table, 0) + int(count)
     return counts
@@ -310,11 +312,11 @@ def _counts_by_table(selection: Selection, features: Ids) -> dict[str, int]:
 
 def _ids_outside(request: KjtRequest, at: int, bag: int, counts: dict[str, int]) -> IdsOutside:
     """Name the id at position `at` of the values, which is in the bag at position `bag` of the lengths."""
-    selection = request.selection
-    feature, sample = place_of(bag, bag_bounds(len(selection.names), request.samples, request.once))
-    valid = 1 + _last_ids(selection).tolist()[feature]
+    feature_set = request.feature_set
+    feature, sample = place_of(bag, bag_bounds(len(feature_set.names), request.samples, request.shared))
+    valid = 1 + _last_ids(feature_set).tolist()[feature]
     return IdsOutside(
-        f"{selection.what} {selection.names[feature]!r}: expected an id in [0, {valid}), "
+        f"{feature_set.what} {feature_set.names[feature]!r}: expected an id in [0, {valid}), "
         f"got {request.values[at]} for sample {sample} (values[{at}])",
         counts,
     )

@@ -82,17 +82,17 @@ def place(starts: Ids, sizes: Ids) -> slice | Ids:
 _KEPT_BOUNDS, _KEPT_ORDERS = 256, 64
 
 
-def bag_bounds(features: int, samples: int, once: Mask | None) -> Ids:
+def bag_bounds(features: int, samples: int, shared: Mask | None) -> Ids:
     """Where the bags of each feature start in the lengths of a request, then their number: int64 [features + 1].
 
     Args:
         features: F.
         samples: B.
-        once: which of them have one bag, bool [F]. The others have B. None: all have B.
+        shared: which of them have one bag, bool [F]. The others have B. None: all have B.
     """
-    if once is None:
+    if shared is None:
         return _even_bounds(features, samples)
-    return bounds_of(np.where(once, 1, samples))
+    return bounds_of(np.where(shared, 1, samples))
 
 
 @lru_cache(_KEPT_BOUNDS)
@@ -103,46 +103,46 @@ def _even_bounds(features: int, samples: int) -> Ids:
     return bounds
 
 
-def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) -> Mask | None:
+def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[str]) -> Mask | None:
     """Which of the keys that are asked for come once: bool [keys]. None: no key does.
 
     Args:
         keys: what is asked for, in order.
         dense: names of the model's dense inputs.
-        once: what comes once. Anything may be in it.
+        shared: what comes once. Anything may be in it.
 
     Raises:
         InvalidRequest: a name is neither a key that is asked for nor a dense input, or comes twice.
     """
-    if not once:
+    if not shared:
         return None
-    for name in once:
+    for name in shared:
         if name not in keys and name not in dense:
             one_of = listed((*keys, *dense))
             raise InvalidRequest(f"once: {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
-    if len(set(once)) < len(once):
-        raise InvalidRequest(f"once: expected each name once, got {listed([*once])}", Reason.FEATURES)
-    found = np.array([key in once for key in keys])
+    if len(set(shared)) < len(shared):
+        raise InvalidRequest(f"once: expected each name once, got {listed([*shared])}", Reason.FEATURES)
+    found = np.array([key in shared for key in keys])
     return found if found.any() else None
 
 
-def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None, by_id: Collection[str] = ()) -> int:
+def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id: Collection[str] = ()) -> int:
     """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
 
     Args:
         tensors: the request. Anything may be in it.
         keys: what it asks for, in order.
-        once: which of them come once, bool [keys].
+        shared: which of them come once, bool [keys].
         by_id: the dense inputs that have a row for each id instead.
 
     Raises:
         InvalidRequest: there are too many lengths, or too few.
     """
     bags = tensors.lengths.size
-    single = 0 if once is None else int(np.count_nonzero(once))
+    single = 0 if shared is None else int(np.count_nonzero(shared))
     each = len(keys) - single
     if not each and bags == single:
-        others = {*tensors.once, *by_id}
+        others = {*tensors.shared, *by_id}
         return next((len(rows) for name, rows in tensors.dense.items() if name not in others), 1)
     samples, left_over = divmod(bags - single, each) if each else (0, 1)
     if samples < 0 or left_over:
@@ -165,16 +165,18 @@ def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
     Raises:
         InvalidRequest: there are too many lengths, or too few.
     """
-    once = np.array([key in tensors.once for key in keys])
-    bounds = bag_bounds(len(keys), samples_of(tensors, keys, once), once).tolist()
+    shared = np.array([key in tensors.shared for key in keys])
+    bounds = bag_bounds(len(keys), samples_of(tensors, keys, shared), shared).tolist()
     lengths: Any = tensors.lengths  # int32: it was encoded
     return {key: lengths[first:last] for key, (first, last) in zip(keys, pairwise(bounds), strict=True)}
 
 
 def are_alike(requests: Sequence[KjtRequest]) -> bool:
     """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
-    selection, samples = requests[0].selection, requests[0].samples
-    return all(each.selection is selection and each.samples == samples and each.once is None for each in requests)
+    feature_set, samples = requests[0].feature_set, requests[0].samples
+    return all(
+        each.feature_set is feature_set and each.samples == samples and each.shared is None for each in requests
+    )
 
 
 @lru_cache(_KEPT_ORDERS)
@@ -189,14 +191,14 @@ def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
     """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
     first = requests[0]
     if len(requests) == 1:
-        return bag_bounds(len(first.selection.names), first.samples, first.once)
+        return bag_bounds(len(first.feature_set.names), first.samples, first.shared)
     if are_alike(requests):
-        return _even_bounds(len(requests) * len(first.selection.names), first.samples)
-    features = [len(each.selection.names) for each in requests]
+        return _even_bounds(len(requests) * len(first.feature_set.names), first.samples)
+    features = [len(each.feature_set.names) for each in requests]
     bags = np.array([each.samples for each in requests]).repeat(features)
-    if any(each.once is not None for each in requests):
+    if any(each.shared is not None for each in requests):
         come_once = [
-            np.zeros(count, np.bool_) if each.once is None else each.once
+            np.zeros(count, np.bool_) if each.shared is None else each.shared
             for each, count in zip(requests, features, strict=True)
         ]
         bags[joined(come_once)] = 1
@@ -209,7 +211,7 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
     Raises:
         InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
     """
-    bags = bag_bounds(len(names), request.samples, request.once)
+    bags = bag_bounds(len(names), request.samples, request.shared)
     bounds: Ids = offsets_of(request.lengths)[bags]
     if bounds.item(-1) == request.values.size:
         return bounds
@@ -217,11 +219,11 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
     if negative.size:
         position, sample = place_of(int(negative[0]), bags)
         raise InvalidRequest(
-            f"{request.selection.what} {names[position]!r}: expected lengths >= 0, got "
+            f"{request.feature_set.what} {names[position]!r}: expected lengths >= 0, got "
             f"{request.lengths[negative[0]]} for sample {sample}",
             Reason.LENGTHS,
         )
-    raise _wrong_sum(request.selection.what, names, bounds, request.values.size)
+    raise _wrong_sum(request.feature_set.what, names, bounds, request.values.size)
 
 
 def place_of(bag: int, bounds: Ids) -> tuple[int, int]:

@@ -64,9 +64,9 @@ def weights_by_position(
         positions = positions_in_bags(lengths, offsets)
     else:
         positions = joined([positions_of(request) for request in requests])
-    if (positions >= joined([request.selection.longest_bags for request in requests]).repeat(sizes)).any():
+    if (positions >= joined([request.feature_set.longest_bags for request in requests]).repeat(sizes)).any():
         raise InvalidRequest("lengths: expected bags as long as their position weights", Reason.LENGTHS)
-    first = joined([request.selection.first_weights for request in requests]).repeat(sizes)
+    first = joined([request.feature_set.first_weights for request in requests]).repeat(sizes)
     by_position = first >= 0
     counted: Weights = np.ones(positions.size, np.float32) if weights is None else weights.copy()
     counted[by_position] = position_weights[(first + positions)[by_position]]
@@ -79,14 +79,14 @@ def expect_short_bags(request: KjtRequest) -> None:
     Raises:
         InvalidRequest: naming the feature and the sample.
     """
-    selection = request.selection
-    bags = bag_bounds(len(selection.names), request.samples, request.once)
-    too_long = request.lengths > selection.longest_bags.repeat(np.diff(bags))
+    feature_set = request.feature_set
+    bags = bag_bounds(len(feature_set.names), request.samples, request.shared)
+    too_long = request.lengths > feature_set.longest_bags.repeat(np.diff(bags))
     if too_long.any():
         at = int(np.argmax(too_long))
         feature, sample = place_of(at, bags)
         raise InvalidRequest(
-            f"feature {selection.names[feature]!r}: expected at most {selection.longest_bags[feature]} ids in a bag, "
-            f"one for each of its position weights, got {request.lengths[at]} for sample {sample}",
+            f"feature {feature_set.names[feature]!r}: expected at most {feature_set.longest_bags[feature]} ids in "
+            f"a bag, one for each of its position weights, got {request.lengths[at]} for sample {sample}",
             Reason.LENGTHS,
         )

@@ -22,7 +22,7 @@ _ANY_LENGTH = 2**63 - 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Selection:
+class FeatureSet:
     """Some features, in the order of an answer.
 
     Attributes:
@@ -72,7 +72,7 @@ class Selection:
     reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
     ends: npt.NDArray[np.int64] = field(init=False)
-    _pooled: "Selection | None" = field(init=False)
+    _pooled: "FeatureSet | None" = field(init=False)
 
     def __post_init__(self) -> None:
         positions = {key: position for position, key in enumerate(dict.fromkeys(self.key_of))}
@@ -85,14 +85,14 @@ class Selection:
         object.__setattr__(self, "_pooled", pooled)
 
     @property
-    def pooled(self) -> "Selection":
+    def pooled(self) -> "FeatureSet":
         """The features that are pooled. This selection itself, if all are."""
         # It does not hold itself: what does so stays until the garbage collector looks at all there is.
         return self if self._pooled is None else self._pooled
 
-    def at(self, chosen: npt.NDArray[np.int64]) -> "Selection":
+    def at(self, chosen: npt.NDArray[np.int64]) -> "FeatureSet":
         """The features at `chosen`, positions in this selection, int64 [n]; in that order."""
-        return Selection(
+        return FeatureSet(
             names=tuple(self.names[position] for position in chosen),
             key_of=tuple(self.key_of[position] for position in chosen),
             tables=tuple(self.tables[position] for position in chosen),
@@ -113,7 +113,7 @@ class Selection:
             what=self.what,
         )
 
-    def positions_of(self, other: "Selection") -> npt.NDArray[np.int64]:
+    def positions_of(self, other: "FeatureSet") -> npt.NDArray[np.int64]:
         """Where the features of `other` are among these, int64 [features of `other`]. All of them must be."""
         if other is self or not other.names:
             return other.index[:-1]
@@ -134,13 +134,13 @@ class LookupSchema:
         by_id: the dense inputs with a row for each id of a key, and the key of each.
     """
 
-    every: Selection
+    every: FeatureSet
     weighted: bool
     scores: frozenset[str] = field(init=False, default=frozenset())
     dense_inputs: tuple[DenseInput, ...] = field(init=False, default=())
     by_id: Mapping[str, str] = field(init=False, default_factory=dict)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
-    _selections: dict[tuple[str | int, ...] | None, Selection] = field(init=False, default_factory=dict)
+    _selections: dict[tuple[str | int, ...] | None, FeatureSet] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.every.key_of):
@@ -151,7 +151,7 @@ class LookupSchema:
         """The position of the first feature that reads `key`."""
         return self._positions[key][0]
 
-    def select(self, keys: Sequence[str] | None) -> Selection:
+    def select(self, keys: Sequence[str] | None) -> FeatureSet:
         """The features that read `keys`, in that order; all features where it is None.
 
         The same keys give the same object, as long as it is kept.
@@ -160,13 +160,13 @@ class LookupSchema:
             InvalidRequest: a key is unknown or comes twice, or there is none.
         """
         wanted = None if keys is None else tuple(keys)
-        selection = self._selections.get(wanted)
-        if selection is None:
-            selection = self.every.at(np.array(self._find(wanted or ()), np.int64))
-            self._keep(wanted, selection)
-        return selection
+        feature_set = self._selections.get(wanted)
+        if feature_set is None:
+            feature_set = self.every.at(np.array(self._find(wanted or ()), np.int64))
+            self._keep(wanted, feature_set)
+        return feature_set
 
-    def select_rows(self, tables: Sequence[str]) -> Selection:
+    def select_rows(self, tables: Sequence[str]) -> FeatureSet:
         """Rows of some tables, in that order: each is a sequence, called and asked for as the table is.
 
         A feature that reads the table looks them up. Weights of ids, also by position, do not count.
@@ -175,12 +175,12 @@ class LookupSchema:
             InvalidRequest: a table is unknown or comes twice, or there is none.
         """
         wanted: tuple[str | int, ...] = (_TABLES, *tables)
-        selection = self._selections.get(wanted)
-        if selection is None:
+        feature_set = self._selections.get(wanted)
+        if feature_set is None:
             _expect_names("table", tuple(tables), self.every.tables)
             first = self.every.at(np.array([self.every.tables.index(name) for name in tables], np.int64))
             count = len(first.names)
-            selection = replace(
+            feature_set = replace(
                 first,
                 names=tuple(tables),
                 key_of=tuple(tables),
@@ -191,23 +191,23 @@ class LookupSchema:
                 default=False,
                 what="table",
             )
-            self._keep(wanted, selection)
-        return selection
+            self._keep(wanted, feature_set)
+        return feature_set
 
-    def at(self, positions: Sequence[int]) -> Selection:
+    def at(self, positions: Sequence[int]) -> FeatureSet:
         """The features at some positions of the schema, in that order. The same ones give the same object."""
         wanted = (_POSITIONS, *positions)
-        selection = self._selections.get(wanted)
-        if selection is None:
-            selection = self.every.at(np.array(positions, np.int64))
-            self._keep(wanted, selection)
-        return selection
+        feature_set = self._selections.get(wanted)
+        if feature_set is None:
+            feature_set = self.every.at(np.array(positions, np.int64))
+            self._keep(wanted, feature_set)
+        return feature_set
 
-    def _keep(self, wanted: tuple[str | int, ...] | None, selection: Selection) -> None:
+    def _keep(self, wanted: tuple[str | int, ...] | None, feature_set: FeatureSet) -> None:
         if len(self._selections) >= _KEPT_SELECTIONS:
             self._selections.clear()
             self._selections[None] = self.every
-        self._selections[wanted] = selection
+        self._selections[wanted] = feature_set
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
         """Positions of the features that read the keys called `names`."""
@@ -268,10 +268,10 @@ def scoring_schema(manifest: Manifest, part: DensePart) -> ScoringSchema:
     return ScoringSchema(_all_features(manifest, None), manifest.weighted, part)
 
 
-def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> Selection:
+def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> FeatureSet:
     tables = manifest.feature_tables
     policies = [table.id_policy for table in tables]
-    return Selection(
+    return FeatureSet(
         names=tuple(feature.name for feature in manifest.features),
         key_of=tuple(feature.key for feature in manifest.features),
         tables=tuple(table.name for table in tables),

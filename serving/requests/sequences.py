@@ -18,18 +18,18 @@ from serving.requests.schema import LookupSchema, ScoringSchema
 from serving.requests.types import (
     SEQUENCES,
     Batch,
-    Checked,
     Embeddings,
     Ids,
     KjtRequest,
     Lengths,
     Mask,
+    ValidatedRequests,
     Weights,
 )
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class JaggedRows:
     """A row for each id of a feature, as TorchRec's JaggedTensor.
 
     Attributes:
@@ -66,7 +66,7 @@ _SHARED_NUMBERS = 64 << 10
 _MOST_ROWS = 32 << 10
 
 
-def row_batches(schema: LookupSchema, checked: Checked) -> Iterator[Batch]:
+def row_batches(schema: LookupSchema, checked: ValidatedRequests) -> Iterator[Batch]:
     """The sequences that requests ask for, and those that their scores are made of, as bags of one id."""
     asked = _asked(schema, checked)
     if asked is None:
@@ -85,31 +85,31 @@ def row_batches(schema: LookupSchema, checked: Checked) -> Iterator[Batch]:
             yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
 
 
-def one_batch(schema: LookupSchema, checked: Checked) -> Batch | None:
+def one_batch(schema: LookupSchema, checked: ValidatedRequests) -> Batch | None:
     """All that the scores of one request are made of, in one batch: pooled features, and sequences as bags of one id.
 
     Features that have fewer bags than others get empty ones behind theirs. None: the answer would be large, or
     there is more to it than that.
     """
     (request,) = checked.requests
-    selection, samples = request.selection, request.samples
-    is_plain = request.once is None and request.rowless is None and checked.weights is None
+    feature_set, samples = request.feature_set, request.samples
+    is_plain = request.shared is None and request.rowless is None and checked.weights is None
     if not isinstance(schema, ScoringSchema) or not schema.scores_all_rows:
         return None
     is_for_scores = request.dense is not None and schema.scores.issuperset(request.outputs)
     if not samples or not is_plain or not is_for_scores:
         return None
-    bags = np.where(selection.sequence, checked.id_bounds[1:] - checked.id_bounds[:-1], samples)
+    bags = np.where(feature_set.sequence, checked.id_bounds[1:] - checked.id_bounds[:-1], samples)
     most = max(samples, int(bags.max()))
-    if most * selection.ends.item(-1) > _SHARED_NUMBERS:
+    if most * feature_set.ends.item(-1) > _SHARED_NUMBERS:
         return None
     lengths = (np.arange(most) < bags[:, np.newaxis]).astype(np.int32)
-    pooled = selection.pooled.positions
+    pooled = feature_set.pooled.positions
     lengths[pooled, :samples] = checked.lengths.reshape(-1, samples)[pooled]
     bounds = np.zeros((bags.size, 2), np.int64)
     bounds[:, 1] = bags
     return Batch(
-        checked.requests, selection, checked.values, offsets_of(lengths.ravel()), None, bounds, has_pooled=True
+        checked.requests, feature_set, checked.values, offsets_of(lengths.ravel()), None, bounds, has_pooled=True
     )
 
 
@@ -122,10 +122,10 @@ def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tup
     for batch, answer in zip(batches, answers, strict=True):
         if batch.row_bounds is None:
             continue
-        selection, ends = batch.selection, batch.selection.ends.tolist()
-        rows = np.flatnonzero(selection.sequence).tolist() if batch.has_pooled else range(len(ends))
+        feature_set, ends = batch.feature_set, batch.feature_set.ends.tolist()
+        rows = np.flatnonzero(feature_set.sequence).tolist() if batch.has_pooled else range(len(ends))
         for feature in rows:
-            dim, end, position = selection.dims.item(feature), ends[feature], selection.positions.item(feature)
+            dim, end, position = feature_set.dims.item(feature), ends[feature], feature_set.positions.item(feature)
             for number, (first, last) in enumerate(pairwise(batch.row_bounds[feature].tolist())):
                 found.setdefault((number, position), []).append(answer[first:last, end - dim : end])
     return {key: joined(parts) for key, parts in found.items()}
@@ -152,14 +152,14 @@ class _Asked:
     bounds: Ids
 
 
-def _asked(schema: LookupSchema, checked: Checked) -> _Asked | None:
+def _asked(schema: LookupSchema, checked: ValidatedRequests) -> _Asked | None:
     """What is asked for; None where nothing is."""
     requests = checked.requests
     wanted = [_wanted(schema, request) for request in requests]
     segments = np.flatnonzero(joined(wanted))
     if not segments.size:
         return None
-    features = joined([request.selection.positions for request in requests])[segments]
+    features = joined([request.feature_set.positions for request in requests])[segments]
     # Segments are in the order of requests. A stable sort puts them in the order of features.
     order = features.argsort(kind="stable")
     segments, features = segments[order], features[order]
@@ -187,7 +187,7 @@ def _wanted(schema: LookupSchema, request: KjtRequest) -> Mask:
     """The sequences whose rows a request is answered with, or its scores are made of: bool [F]."""
     if isinstance(schema, ScoringSchema) and request.dense is not None and SEQUENCES not in request.outputs:
         return schema.scored_rows  # it has all features, in the schema's order
-    return request.selection.sequence & (SEQUENCES in request.outputs)
+    return request.feature_set.sequence & (SEQUENCES in request.outputs)
 
 
 def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[np.bool_] | None:
@@ -199,18 +199,20 @@ def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[n
     return found
 
 
-def _of_one(schema: LookupSchema, checked: Checked, asked: _Asked, feature: int, here: slice, bounds: Ids) -> Batch:
+def _of_one(
+    schema: LookupSchema, checked: ValidatedRequests, asked: _Asked, feature: int, here: slice, bounds: Ids
+) -> Batch:
     """Rows of one feature, those of the ids that are `here`. `bounds`: int64 [1, R + 1]."""
     values = asked.ids[here]
     offsets = np.arange(values.size + 1)
     if asked.has_row is not None:
         has_row = asked.has_row[here]
         values, offsets = values[has_row], bounds_of(has_row.astype(np.int64))
-    selection = schema.at((int(asked.positions[feature]),))
-    return Batch(checked.requests, selection, values, offsets, _ones(checked, values), bounds)
+    feature_set = schema.at((int(asked.positions[feature]),))
+    return Batch(checked.requests, feature_set, values, offsets, _ones(checked, values), bounds)
 
 
-def _of_several(schema: LookupSchema, checked: Checked, asked: _Asked, group: Sequence[int]) -> Batch:
+def _of_several(schema: LookupSchema, checked: ValidatedRequests, asked: _Asked, group: Sequence[int]) -> Batch:
     """Rows of several features. Those with fewer ids than others get empty bags behind theirs."""
     bounds = asked.bounds[group]
     here = place(asked.first[group], bounds[:, -1])
@@ -220,11 +222,11 @@ def _of_several(schema: LookupSchema, checked: Checked, asked: _Asked, group: Se
     if asked.has_row is not None:
         lengths[has_bag] = has_row = asked.has_row[here]
         values = values[has_row]
-    selection = schema.at(tuple(asked.positions[group].tolist()))
-    return Batch(checked.requests, selection, values, offsets_of(lengths.ravel()), _ones(checked, values), bounds)
+    feature_set = schema.at(tuple(asked.positions[group].tolist()))
+    return Batch(checked.requests, feature_set, values, offsets_of(lengths.ravel()), _ones(checked, values), bounds)
 
 
-def _ones(checked: Checked, values: Ids) -> Weights | None:
+def _ones(checked: ValidatedRequests, values: Ids) -> Weights | None:
     """Weights of 1 for `values`, if the model takes weights."""
     return None if checked.weights is None else np.ones(values.size, np.float32)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest, Reason
-from serving.requests.schema import Selection
+from serving.requests.schema import FeatureSet
 
 # What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
 _NONE = ("{}", "")
@@ -22,9 +22,9 @@ IDS = ("values", "lengths", "weights")
 # [n, dim], one behind the other.
 EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
 # The output with the pooled embeddings of features that come once, [1, D].
-ONCE = "once"
+SHARED = "once"
 # The outputs of a lookup. Others are scores.
-LOOKED_UP = (EMBEDDINGS, SEQUENCES, ONCE)
+LOOKED_UP = (EMBEDDINGS, SEQUENCES, SHARED)
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -59,7 +59,7 @@ class Tensors:
         dense: dense inputs by name; [B, *shape], of their dtypes.
         tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
             `lengths` are by table.
-        once: the features, and dense inputs, that come once and count for all samples: one bag, or [1, *shape].
+        shared: the features, and dense inputs, that come once and count for all samples: one bag, or [1, *shape].
         part_of: what the bundle that answers has to be a part of, as `serving.bundle.plan.Part.text`. None: of any
             plan, or of none.
     """
@@ -75,7 +75,7 @@ class Tensors:
     outputs: Collection[str] = LOOKED_UP
     dense: Mapping[str, Array] = field(default_factory=dict)
     tables: Sequence[str] | None = None
-    once: Collection[str] = ()
+    shared: Collection[str] = ()
     part_of: str | None = None
 
 
@@ -116,7 +116,7 @@ _LISTED = "comma-separated names"
 PARAMETERS: Mapping[str, Parameter] = {
     "features": Parameter(name="features", expected=_LISTED, read=_names),
     "tables": Parameter(name="tables", expected=_LISTED, read=_names),
-    "once": Parameter(name="once", expected=_LISTED, read=_names, default=()),
+    "shared": Parameter(name="once", expected=_LISTED, read=_names, default=()),
     "bundle": Parameter(name="bundle", expected="a digest"),
     "part_of": Parameter(name="part_of", expected="a plan and a host"),
     "every_host": Parameter(name="every_host", kind=bool, expected="true or false", default=False),
@@ -181,12 +181,12 @@ class KjtRequest:
         dense: what its scores need beside ids; None: no scores are asked for.
         outputs: the outputs that are asked for.
         rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
-        once: the features that come once; bool [F]. None: there are none.
+        shared: the features that come once; bool [F]. None: there are none.
         jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
         jagged_bytes: of all of them, rows as FP32, once what comes once is repeated for each sample.
     """
 
-    selection: Selection
+    feature_set: FeatureSet
     values: Ids
     lengths: Lengths
     weights: Weights | None
@@ -195,18 +195,18 @@ class KjtRequest:
     dense: Dense | None = None
     outputs: Collection[str] = LOOKED_UP
     rowless: npt.NDArray[np.bool_] | None = None
-    once: Mask | None = None
+    shared: Mask | None = None
     jagged: Sequence[Array | None] = ()
     jagged_bytes: int = 0
 
     @property
     def height(self) -> int:
         """The rows that it takes of the answer to a batch: B. What comes once is in the first of them."""
-        return self.samples if self.once is None else max(self.samples, 1)
+        return self.samples if self.shared is None else max(self.samples, 1)
 
 
 @dataclass(eq=False, slots=True)
-class Checked:
+class ValidatedRequests:
     """R requests, one behind the other, whose lengths and ids are right. A segment is a feature of a request.
 
     Attributes:
@@ -246,13 +246,13 @@ class Batch:
     """
 
     requests: Sequence[KjtRequest]
-    selection: Selection
+    feature_set: FeatureSet
     values: Ids
     offsets: Ids
     weights: Weights | None
     row_bounds: Ids | None = None
     has_pooled: bool = False
-    is_once: bool = False
+    is_shared: bool = False
 
     @property
     def bounds(self) -> Ids:
@@ -260,4 +260,4 @@ class Batch:
         if self.row_bounds is not None:
             return self.row_bounds
         samples = np.cumsum([0, *(request.height for request in self.requests)])
-        return np.broadcast_to(samples, (len(self.selection.names), samples.size))
+        return np.broadcast_to(samples, (len(self.feature_set.names), samples.size))

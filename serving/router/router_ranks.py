@@ -184,7 +184,7 @@ class RouterRanks:
         """Split a batch by rank."""
         values, offsets, weights, features = arguments(batch)
         by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
-        asked = self._asked(None if batch.selection.default else batch.selection.positions)
+        asked = self._asked(None if batch.feature_set.default else batch.feature_set.positions)
         to_send = {
             rank: PartialRequest(
                 rows=rows.numpy(),
@@ -235,7 +235,7 @@ class RouterRanks:
         self, batch: Batch, split: Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
     ) -> BatchAnswer:
         """The answer to a batch, with the requests that need rows of lost hosts. They fail, or have zeros instead."""
-        bounds = dict(zip(batch.selection.positions.tolist(), batch.bounds, strict=True))
+        bounds = dict(zip(batch.feature_set.positions.tolist(), batch.bounds, strict=True))
         losses: dict[int, list[LostHost]] = {}
         zeroed: dict[int, frozenset[str]] = {}
         for rank, error in lost.items():

@@ -65,9 +65,9 @@ class ReadAhead:
         """The pages that hold the rows of a batch, by file descriptor: sorted page numbers, each once, int64 [n]."""
         if not batch.values.size:
             return {}
-        bounds = batch.offsets[:: (batch.offsets.size - 1) // len(batch.selection.names)]
+        bounds = batch.offsets[:: (batch.offsets.size - 1) // len(batch.feature_set.names)]
         touched: dict[int, list[Ids]] = {}
-        for position, start, stop in zip(batch.selection.positions.tolist(), bounds[:-1], bounds[1:], strict=True):
+        for position, start, stop in zip(batch.feature_set.positions.tolist(), bounds[:-1], bounds[1:], strict=True):
             ids = batch.values[start:stop]
             for shard in self._shards.get(position, ()):
                 local = ids[(ids >= shard.first) & (ids < shard.last)]

@@ -76,10 +76,10 @@ def test_scores_depend_on_history_target_and_dense_inputs(workload: SequencesWor
 def test_500_items_are_asked_for_with_the_user_once_and_repeated(workload: SequencesWorkload) -> None:
     keys = [f"f{number}" for number in workload.tables.order]
     (user, *_) = workload.tensors(1)
-    once, repeated = _for_items(user, keys, 0)
-    assert TARGET not in once.once
-    assert len(once.once) == len(keys) - 1
+    shared, repeated = _for_items(user, keys, 0)
+    assert TARGET not in shared.shared
+    assert len(shared.shared) == len(keys) - 1
     assert repeated.lengths.size == len(keys) * ITEMS
-    assert repeated.values.size == ITEMS * (once.values.size - ITEMS) + ITEMS
-    assert once.dense[DENSE].shape == repeated.dense[DENSE].shape == (ITEMS, WIDTH)
-    np.testing.assert_array_equal(once.values[-ITEMS:], repeated.values[-ITEMS:])
+    assert repeated.values.size == ITEMS * (shared.values.size - ITEMS) + ITEMS
+    assert shared.dense[DENSE].shape == repeated.dense[DENSE].shape == (ITEMS, WIDTH)
+    np.testing.assert_array_equal(shared.values[-ITEMS:], repeated.values[-ITEMS:])

@@ -19,7 +19,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
 from serving.bundle.plan import IdDtype
-from serving.client import Rows
+from serving.client import JaggedRows
 from serving.engine import Engine
 from tests.support import candidates
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
@@ -145,7 +145,7 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 2e-3
     for name, each in expected.items():
-        answer = each.values if isinstance(each, Rows) else each
+        answer = each.values if isinstance(each, JaggedRows) else each
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

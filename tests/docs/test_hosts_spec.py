@@ -19,7 +19,7 @@ from torch import nn
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from serving.requests.sequences import Rows
+from serving.requests.sequences import JaggedRows
 from tests.docs.test_bundle_spec import WithSequences, collection, positioned, some_request
 from tests.support.bundle_reader import DTYPES, FLOATS, Bags, Reader
 from tests.support.hosts import export_hosts, in_one_process
@@ -240,7 +240,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 5e-3
     for name, each in expected.items():
-        answer = each.values if isinstance(each, Rows) else each
+        answer = each.values if isinstance(each, JaggedRows) else each
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

@@ -53,7 +53,7 @@ class Bags:
     rows: Mapping[str, npt.NDArray[np.int64]]
     lengths: Mapping[str, npt.NDArray[np.int32]]
     samples: int
-    once: Collection[str] = ()
+    shared: Collection[str] = ()
 
     @property
     def sequence_bytes(self) -> int:
@@ -73,21 +73,21 @@ def bags_of(
     features: Mapping[str, Feature],
     values: npt.NDArray[Any],
     lengths: npt.NDArray[Any],
-    once: Collection[str] = (),
+    shared: Collection[str] = (),
     otherwise: int = 1,
 ) -> Bags | None:
     """The bags of features, some of which come once; None where the ids or lengths are not right. Where all come once,
     there are `otherwise` samples.
     """
-    once = [name for name in features if name in once]
-    if len(once) == len(features):
-        samples, left_over = otherwise, lengths.size - len(once)
+    shared = [name for name in features if name in shared]
+    if len(shared) == len(features):
+        samples, left_over = otherwise, lengths.size - len(shared)
     else:
-        samples, left_over = divmod(lengths.size - len(once), len(features) - len(once))
+        samples, left_over = divmod(lengths.size - len(shared), len(features) - len(shared))
     if left_over or samples < 0 or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
         return None
     position, ids, rows = 0, {}, {}
-    ends = np.cumsum([1 if name in once else samples for name in features])
+    ends = np.cumsum([1 if name in shared else samples for name in features])
     by_feature = dict(zip(features, np.split(lengths, ends[:-1]), strict=True))
     for name, feature in features.items():
         count = int(by_feature[name].sum(dtype=np.int64))
@@ -97,7 +97,7 @@ def bags_of(
         if found is None:
             return None
         rows[name] = found
-    return Bags(features, ids, rows, by_feature, samples, once)
+    return Bags(features, ids, rows, by_feature, samples, shared)
 
 
 def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
@@ -105,8 +105,8 @@ def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
     those that come once, and `sequences` [M] of the others.
     """
     sums = {name: _pooled(bags, name) for name, each in bags.features.items() if not each.is_sequence}
-    pooled = [found for name, found in sums.items() if name not in bags.once]
-    single = [found for name, found in sums.items() if name in bags.once]
+    pooled = [found for name, found in sums.items() if name not in bags.shared]
+    single = [found for name, found in sums.items() if name in bags.shared]
     rows = [_numbers(each, bags.rows[name]).ravel() for name, each in bags.features.items() if each.is_sequence]
     answer = {}
     if pooled and "embeddings" in wanted:
@@ -130,7 +130,7 @@ def histories(bags: Bags, name: str) -> Iterator[tuple[npt.NDArray[np.int64], Do
     """The ids of each sample, [n], and their rows, [n, dim]. What comes once is each sample's."""
     ends = np.cumsum(bags.lengths[name]).tolist()
     for sample in range(bags.samples):
-        at = 0 if name in bags.once else sample
+        at = 0 if name in bags.shared else sample
         here = slice(ends[at] - int(bags.lengths[name][at]), ends[at])
         yield bags.ids[name][here], _numbers(bags.features[name], bags.rows[name][here])
 

@@ -72,7 +72,7 @@ class Scores:
             else:
                 key, each = name, {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind]
             size = len(bags.lengths[key]) if kind == "LENGTHS" else len(bags.ids[key])
-            found += size * each * (bags.samples if key in bags.once else 1)
+            found += size * each * (bags.samples if key in bags.shared else 1)
         return found
 
     def has_right_lengths(self, bags: Bags) -> bool:
@@ -82,13 +82,13 @@ class Scores:
         each = [np.broadcast_to(bags.lengths[name], bags.samples) for name in self.together]
         return all((one == other).all() for one, other in pairwise(each))
 
-    def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], once: Sequence[str], bags: Bags) -> bool:
+    def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], shared: Sequence[str], bags: Bags) -> bool:
         """Whether dense inputs have as many rows as scores need."""
         for name, each in dense.items():
             key = self.dense[name].key
-            if key is not None and (name in once or len(each) != len(bags.ids[key])):
+            if key is not None and (name in shared or len(each) != len(bags.ids[key])):
                 return False
-            if key is None and len(each) != (1 if name in once else bags.samples):
+            if key is None and len(each) != (1 if name in shared else bags.samples):
                 return False
         return True
 
@@ -151,25 +151,25 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if is_rows and "sequences" not in wanted:
         return REFUSE
     values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
-    once = _once(model, request, asked)
-    if once is None:
+    shared = _once(model, request, asked)
+    if shared is None:
         return REFUSE
-    rows = [len(each) for name, each in dense.items() if name not in once and model.dense[name].key is None]
-    bags = bags_of(asked, values, lengths, once, rows[0] if rows else 1)
+    rows = [len(each) for name, each in dense.items() if name not in shared and model.dense[name].key is None]
+    bags = bags_of(asked, values, lengths, shared, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
     sequence_bytes = bags.sequence_bytes if "sequences" in wanted else 0
     if sequence_bytes > model.most_sequence_bytes:
         return REFUSE
-    comes_once = any(not each.is_sequence for name, each in asked.items() if name in once)
-    if comes_once and "embeddings" in wanted and "once" not in wanted:
+    is_shared = any(not each.is_sequence for name, each in asked.items() if name in shared)
+    if is_shared and "embeddings" in wanted and "once" not in wanted:
         return REFUSE
     must = _is_plain(request, model)
     answer = dict(answer_lookup(bags, wanted))
     if model.scores is not None and wanted & {*model.scores.names} and not is_rows:
         if asked.keys() < model.features.keys() or dense.keys() < model.dense.keys():
             return REFUSE
-        if not model.scores.has_right_dense(dense, once, bags) or not model.scores.has_right_lengths(bags):
+        if not model.scores.has_right_dense(dense, shared, bags) or not model.scores.has_right_lengths(bags):
             return REFUSE
         if sequence_bytes + model.scores.jagged_bytes(bags) > model.most_sequence_bytes:
             return REFUSE
@@ -191,7 +191,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
         must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in floats)
     else:  # dense inputs that nobody needs: whether they are looked at is not said
         is_plain = all(len(each) == bags.samples and not model.dense[name].key for name, each in dense.items())
-        must &= not dense or (not is_rows and not once and is_plain)
+        must &= not dense or (not is_rows and not shared and is_plain)
     return Verdict(answer, must=must)
 
 
@@ -242,10 +242,10 @@ def _once(model: Model, request: Any, asked: Mapping[str, Feature]) -> Sequence[
     if parameter.WhichOneof("parameter_choice") != "string_param":
         return None
     text = parameter.string_param.partition("\0")[0]  # as Triton reads it
-    once = text.split(",") if text else []
-    if once and "tables" in request.parameters:
+    shared = text.split(",") if text else []
+    if shared and "tables" in request.parameters:
         return None
-    return once if len({*once}) == len(once) and {*once} <= {*asked, *model.dense} else None
+    return shared if len({*shared}) == len(shared) and {*shared} <= {*asked, *model.dense} else None
 
 
 def _is_version(model: Model, text: str) -> bool:

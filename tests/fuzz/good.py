@@ -27,15 +27,15 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
         outputs = ["sequences"]
     elif what < 0.6 and model.scores is not None:
         request, samples, ids = _asking(model, "features", random, every=True)
-        once = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
+        shared = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
         by_sample = [name for name, each in model.dense.items() if each.key is None]
-        single = [name for name in by_sample if random.random() < 0.2 and len(once) < len(model.features)]
+        single = [name for name in by_sample if random.random() < 0.2 and len(shared) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
             each = model.dense[name]
             rows = ids[each.key] if each.key is not None else 1 if name in single else samples
             add_input(request, name, each.datatype, _dense(random, rows, each))
         if single:
-            request.parameters["once"].string_param = ",".join((*once, *single))
+            request.parameters["once"].string_param = ",".join((*shared, *single))
         scores = list(model.scores.names)
         outputs = scores[: random.integers(1, len(scores) + 1)] + ["embeddings", "once"] * int(random.integers(2))
     else:
@@ -61,14 +61,16 @@ def _asking(
     count = len(names) if every else random.integers(1, len(names) + 1)
     asked = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
     samples = int(random.choice((0, 1, 2, 17)))
-    once = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(random.random() < 0.4)
+    shared = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(
+        random.random() < 0.4
+    )
     fixed, together = (model.scores.fixed, model.scores.together) if every and model.scores is not None else ({}, ())
-    if 0 < len({*together} & {*once}) < len(together):
-        once = [name for name in once if name not in together]
-    if len(once) == len(asked):
+    if 0 < len({*together} & {*shared}) < len(together):
+        shared = [name for name in shared if name not in together]
+    if len(shared) == len(asked):
         samples = 1
     by_name = {
-        name: random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in once else samples).astype(
+        name: random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in shared else samples).astype(
             np.int32
         )
         for name in asked
@@ -80,8 +82,8 @@ def _asking(
     request = pb.ModelInferRequest(model_name=model.name)
     add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
     add_input(request, "lengths", "INT32", np.concatenate(lengths))
-    if once:
-        request.parameters["once"].string_param = ",".join(once)
+    if shared:
+        request.parameters["once"].string_param = ",".join(shared)
     if asked != list(model.features) or random.random() < 0.5:
         request.parameters[parameter].string_param = ",".join(asked)
     return request, samples, {name: int(bags.sum()) for name, bags in by_name.items()}

@@ -83,7 +83,7 @@ class Reads(nn.Module):
         found = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
         with np.errstate(invalid="ignore"):
             paid = dense["paid"] * (dense["when"] % 5)[:, np.newaxis]
-        repeated = bags.samples if "recent" in bags.once else 1
+        repeated = bags.samples if "recent" in bags.shared else 1
         events = [rows[:, :2] for _, rows in histories(bags, "recent")]
         found["by_event"] = np.concatenate([np.zeros((0, 2)), *events]) + np.tile(paid, (repeated, 1))
         every = zip(*(histories(bags, name) for name in ("recent", "seen", "genres")), strict=True)

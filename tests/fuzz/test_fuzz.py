@@ -76,14 +76,14 @@ def test_memory_stops_growing_whatever_is_sent(served: tuple[list[Model], Server
 FAULTS = {
     "dense inputs of the wrong size are taken": (
         "m",
-        "accept.accept_dense = lambda inputs, given, samples, once=(): "
+        "accept.accept_dense = lambda inputs, given, samples, shared=(): "
         "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, *each.shape)) for each in inputs]",
     ),
     "dense inputs are those of a neighbour": ("m", "program.joined = lambda each: np.concatenate(each[::-1])"),
     "scores are answered in the order of the features asked for": (
         "m",
-        "reordered = accept._reordered; accept._reordered = lambda request, names, chosen, selection: "
-        "reordered(request, names, chosen if selection.reads is not None else np.sort(chosen), selection)",
+        "reordered = accept._reordered; accept._reordered = lambda request, names, chosen, feature_set: "
+        "reordered(request, names, chosen if feature_set.reads is not None else np.sort(chosen), feature_set)",
     ),
     "what comes once counts for one sample": (
         "m",
@@ -92,7 +92,7 @@ FAULTS = {
     "what comes once is answered as if it did not": (
         "rows",
         "batches_of = batches.batches_of; engine.batches_of = lambda schema, checked: "
-        "[replace(each, is_once=False) for each in batches_of(schema, checked)]",
+        "[replace(each, is_shared=False) for each in batches_of(schema, checked)]",
     ),
     "rows are answered in the order of the tables": (
         "rows",
@@ -111,7 +111,7 @@ FAULTS = {
     ),
     "a history that comes once counts for one sample": (
         "reads",
-        "jagged_inputs._comes_once = lambda request, feature: False",
+        "jagged_inputs._is_shared = lambda request, feature: False",
     ),
     "histories are those of a neighbour": (
         "reads",

@@ -142,9 +142,9 @@ def test_an_engine_takes_them(served: Served) -> None:
 def test_what_comes_once_counts_for_all_samples(served: Served) -> None:
     engine = Engine.open(served.bundle)
     ids, dense = request(4, 6)
-    once = {name: numbers[:1] for name, numbers in dense.items()}
-    repeated = {name: np.repeat(numbers, 6, axis=0) for name, numbers in once.items()}
-    for name, numbers in engine.score(ids, once, once=list(once)).items():
+    shared = {name: numbers[:1] for name, numbers in dense.items()}
+    repeated = {name: np.repeat(numbers, 6, axis=0) for name, numbers in shared.items()}
+    for name, numbers in engine.score(ids, shared, shared=list(shared)).items():
         np.testing.assert_array_equal(numbers, engine.score(ids, repeated)[name])
 
 
@@ -156,8 +156,8 @@ def test_both_clients_send_them(served: Served) -> None:
         for (ids, dense), answer in zip(asked, answers, strict=True):
             assert_right(answer, ids, dense)
         ids, dense = request(50, 3)
-        once = {**dense, "relation": [2**40 + 1], "new": [[True, False]]}
-        found = client.score(ids, once, once=["relation", "new"])
+        shared = {**dense, "relation": [2**40 + 1], "new": [[True, False]]}
+        found = client.score(ids, shared, shared=["relation", "new"])
         assert_right(found, ids, {**dense, "relation": np.full(3, 2**40 + 1), "new": np.array([[True, False]] * 3)})
 
     async def run() -> None:
@@ -201,7 +201,7 @@ def test_lines_of_json_have_them(served: Served) -> None:
     assert "line 2: dense input 'relation': expected integers, which travel as INT64, got float64" in answered.stderr
     assert_right({name: np.array(each) for name, each in json.loads(answered.stdout).items()}, ids, dense)
     single = json.dumps({"features": ids, "dense": {**json.loads(line)["dense"], "relation": [2**40 + 1]}})
-    answered = tbe_serve("score", "m", "--once", "relation", "--url", served.server.grpc, stdin=single)
+    answered = tbe_serve("score", "m", "--shared", "relation", "--url", served.server.grpc, stdin=single)
     scores = {name: np.array(each) for name, each in json.loads(answered.stdout).items()}
     assert_right(scores, ids, {**dense, "relation": np.full(2, 2**40 + 1)})
 

@@ -59,8 +59,8 @@ def engine(bundle: Path) -> Engine:
     return Engine.open(bundle)
 
 
-def asked(bags: Any, dense: Any, once: Sequence[str] = (), outputs: Sequence[str] = tuple(OUTPUTS)) -> Tensors:
-    return replace(encode(bags, (), once), outputs=outputs, dense=encode_dense(INPUTS, dense))
+def asked(bags: Any, dense: Any, shared: Sequence[str] = (), outputs: Sequence[str] = tuple(OUTPUTS)) -> Tensors:
+    return replace(encode(bags, (), shared), outputs=outputs, dense=encode_dense(INPUTS, dense))
 
 
 def together(engine: Engine, requests: Sequence[Tensors]) -> list[Any]:
@@ -92,13 +92,13 @@ def test_merging_does_not_change_an_answer(engine: Engine, data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 6), label="requests")):
         samples = data.draw(st.integers(0, 4), label="samples")
         bags, dense = random_histories(random, samples, longest=data.draw(st.integers(0, 5), label="longest"))
-        once = data.draw(st.lists(st.sampled_from(list(bags)), unique=True, max_size=4), label="once")
+        shared = data.draw(st.lists(st.sampled_from(list(bags)), unique=True, max_size=4), label="once")
         user, _ = random_histories(random, 1)
         outputs = data.draw(
             st.lists(st.sampled_from([*OUTPUTS, "sequences"]), min_size=1, unique=True), label="outputs"
         )
-        bags |= {name: user[name] for name in once}
-        requests.append(asked(bags, dense, once, outputs))
+        bags |= {name: user[name] for name in shared}
+        requests.append(asked(bags, dense, shared, outputs))
     for request, found in zip(requests, together(engine, requests), strict=True):
         alone = engine.outputs(request)
         assert found.keys() == alone.keys() == {*request.outputs}
@@ -125,21 +125,23 @@ def test_rows_are_answered_only_where_they_are_asked_for(engine: Engine) -> None
     np.testing.assert_array_equal(both["sequences"], rows)
 
 
-@pytest.mark.parametrize("once", [["recent"], ["words", "genres"], ["recent", "price"], ["recent", "seen", "words"]])
+@pytest.mark.parametrize(
+    "shared", [["recent"], ["words", "genres"], ["recent", "price"], ["recent", "seen", "words"]]
+)
 @pytest.mark.parametrize("samples", [0, 1, 5])
-def test_what_comes_once_counts_for_each_sample(engine: Engine, once: list[str], samples: int) -> None:
+def test_what_comes_once_counts_for_each_sample(engine: Engine, shared: list[str], samples: int) -> None:
     random = np.random.default_rng(3)
     bags, dense = random_histories(random, samples)
     user, prices = random_histories(random, 1)
-    short = {name: user[name] if name in once else bags[name] for name in bags}
-    repeated = {name: user[name] * samples if name in once else bags[name] for name in bags}
+    short = {name: user[name] if name in shared else bags[name] for name in bags}
+    repeated = {name: user[name] * samples if name in shared else bags[name] for name in bags}
     inputs, every = (
-        (prices, {"price": np.repeat(prices["price"], samples, axis=0)}) if "price" in once else (dense,) * 2
+        (prices, {"price": np.repeat(prices["price"], samples, axis=0)}) if "price" in shared else (dense,) * 2
     )
     right = expected(MODULE, repeated, every)
-    assert_scores(engine.score(short, inputs, once=once), right)
+    assert_scores(engine.score(short, inputs, shared=shared), right)
     others = [random_histories(random, number) for number in range(3)]
-    answers = together(engine, [asked(*others[1]), asked(short, inputs, once), asked(*others[2])])
+    answers = together(engine, [asked(*others[1]), asked(short, inputs, shared), asked(*others[2])])
     assert_scores(answers[1], right)
     for other, answer in zip(others[1:], answers[::2], strict=True):
         assert_scores(answer, expected(MODULE, *other))
@@ -339,8 +341,8 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return Engine.open(with_dense_part(bundle, Fixed(), (), {"first": (32,), "ids": (3,)}, said))
 
 
-def of_recent(recent: Any, once: Sequence[str] = ()) -> dict[str, Any]:
-    samples = len(recent) if not once else 2
+def of_recent(recent: Any, shared: Sequence[str] = ()) -> dict[str, Any]:
+    samples = len(recent) if not shared else 2
     return {"recent": recent, **{name: [[1]] * samples for name in ("user_id", "genres", "seen", "words")}}
 
 
@@ -349,24 +351,24 @@ def test_a_model_takes_exactly_so_many_ids(fixed: Engine) -> None:
     found = fixed.score(of_recent([[1, 2, 3], [4, 5, 6]]))
     np.testing.assert_array_equal(found["first"], items[[1, 4]])
     assert found["ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    found = fixed.score(of_recent([[7, 8, 9]], ["recent"]), once=["recent"])
+    found = fixed.score(of_recent([[7, 8, 9]], ["recent"]), shared=["recent"])
     assert found["ids"].tolist() == [[7, 8, 9]] * 2
     assert fixed.score(of_recent([]))["ids"].shape == (0, 3)
     assert len(fixed.lookup(of_recent([[1, 2]]))["recent"].values) == 2, "a lookup may have any number"
 
 
 @pytest.mark.parametrize(
-    ("recent", "once", "why"),
+    ("recent", "shared", "why"),
     [
         ([[1, 2, 3], [1, 2, 3], [1, 2]], (), "got 2 in sample 2"),
         ([[], [1, 2, 3]], (), "got 0 in sample 0"),
         ([[1, 2, 3, 4]], ["recent"], "got 4 in sample 0"),
     ],
 )
-def test_others_are_refused_by_key_and_sample(fixed: Engine, recent: Any, once: Any, why: str) -> None:
+def test_others_are_refused_by_key_and_sample(fixed: Engine, recent: Any, shared: Any, why: str) -> None:
     expected = f"feature 'recent': expected 3 ids for each sample, the model takes so many, {why}"
     with pytest.raises(InvalidRequest) as refused:
-        fixed.score(of_recent(recent, once), once=once)
+        fixed.score(of_recent(recent, shared), shared=shared)
     assert str(refused.value) == expected
 
 
@@ -410,8 +412,8 @@ def test_what_scores_are_made_of_is_limited_for_a_request_and_a_group(engine: En
     assert lookup.jagged_bytes == 0
 
     user = {**bags, "recent": [[1, 2, 3]]}
-    once = accept(engine.schema, asked(user, dense, ["recent"]))
-    assert once.jagged_bytes == bytes_of(user, recent=6)
+    shared = accept(engine.schema, asked(user, dense, ["recent"]))
+    assert shared.jagged_bytes == bytes_of(user, recent=6)
     both = asked(bags, dense, outputs=("total", "sequences"))
     rows = sum(len(bag) for name in ("recent", "seen", "words") for bag in bags[name]) * 32 * 4
     with pytest.raises(InvalidRequest, match=f"got {bytes_of(bags) + rows}: "):

@@ -59,7 +59,7 @@ def check_client(client: LookupClient) -> None:
         assert_mixed(answer, MODULE, bags)
 
 
-def once(seed: int, samples: int) -> tuple[Any, Any, Any]:
+def shared(seed: int, samples: int) -> tuple[Any, Any, Any]:
     """A user's sequence once, and the same repeated."""
     bags, dense = random_histories(np.random.default_rng(seed), samples)
     user = {**bags, "recent": [[1, 2, 3, 7]], "genres": [[5]]}
@@ -69,14 +69,14 @@ def once(seed: int, samples: int) -> tuple[Any, Any, Any]:
 def test_clients_score_sequences_merged_with_others(served: Served) -> None:
     with LookupClient(served.server.grpc, "m", 60) as client:
         check_client(client)
-        user, repeated, dense = once(1, 50)
-        found = client.score(user, dense, once=["recent", "genres"])
+        user, repeated, dense = shared(1, 50)
+        found = client.score(user, dense, shared=["recent", "genres"])
         assert_scores(found, expected(MODULE, repeated, dense))
-        assert list(client.score(user, dense, outputs=["total"], once=["recent", "genres"])) == ["total"]
+        assert list(client.score(user, dense, outputs=["total"], shared=["recent", "genres"])) == ["total"]
         with pytest.raises(
             InvalidRequest, match=r"bytes of sequences: expected at most 1048576 in a request, got \d+"
         ):
-            client.score({**user, "recent": [[1] * 200]}, dense, once=["recent", "genres"])
+            client.score({**user, "recent": [[1] * 200]}, dense, shared=["recent", "genres"])
     assert metric(served.server, "tbe_calls_total") < metric(served.server, "tbe_requests_total"), "none was merged"
 
     async def run() -> None:
@@ -116,9 +116,9 @@ def test_over_hosts_rows_travel(tmp_path: Path) -> None:
     with fleet(tmp_path, router) as served:
         with LookupClient(served.router.grpc, MODEL, 60) as client:
             check_client(client)
-            user, repeated, dense = once(3, 20)
+            user, repeated, dense = shared(3, 20)
             right = expected(MODULE, repeated, dense)
-            assert_scores(client.score(user, dense, once=["recent", "genres"]), right)
+            assert_scores(client.score(user, dense, shared=["recent", "genres"]), right)
         with Engine.open(served.bundle, served.hosts) as engine:
             assert_scores(engine.score(repeated, dense), right)
 

@@ -79,13 +79,13 @@ def test_requests_are_scored_alone_and_together(engine: Engine) -> None:
         assert_right(found, expected(bags, dense))
 
 
-def together(engine: Engine, asked: Sequence[Asked], once: Sequence[Sequence[str]] = ()) -> list[Any]:
+def together(engine: Engine, asked: Sequence[Asked], shared: Sequence[Sequence[str]] = ()) -> list[Any]:
     part = engine.bundle.manifest.dense_part
     assert part is not None
     names = [each.name for each in part.outputs]
     requests = [
         replace(encode(bags, (), each), outputs=names, dense=encode_dense(part.inputs, dense))
-        for (bags, dense), each in zip(asked, once or [()] * len(asked), strict=True)
+        for (bags, dense), each in zip(asked, shared or [()] * len(asked), strict=True)
     ]
     return engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
 
@@ -94,7 +94,7 @@ def together(engine: Engine, asked: Sequence[Asked], once: Sequence[Sequence[str
 def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObject) -> None:
     """Its numbers come once with it; and its scores are those of the same request with all of it repeated."""
     random = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
-    asked, once, right = [], [], []
+    asked, shared, right = [], [], []
     for _ in range(data.draw(st.integers(1, 4), label="requests")):
         samples = data.draw(st.integers(0, 4), label="samples")
         bags, dense = ask(random, samples)
@@ -107,16 +107,16 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObj
                 {name: (of_user if name in by_id else dense)[name] for name in dense},
             )
         )
-        once.append(whole)
+        shared.append(whole)
         right.append(
             expected(
                 {key: user[key] * samples if key in whole else bags[key] for key in bags},
                 {name: of_user[name] * samples if name in by_id else dense[name] for name in dense},
             )
         )
-    for (bags, dense), names, numbers in zip(asked, once, right, strict=True):
-        assert_right(engine.score(bags, dense, once=names), numbers)
-    for found, numbers in zip(together(engine, asked, once), right, strict=True):
+    for (bags, dense), names, numbers in zip(asked, shared, right, strict=True):
+        assert_right(engine.score(bags, dense, shared=names), numbers)
+    for found, numbers in zip(together(engine, asked, shared), right, strict=True):
         assert_right(found, numbers)
 
 
@@ -180,7 +180,7 @@ def test_what_has_other_rows_is_refused_by_name(engine: Engine, server: Running,
 def test_numbers_come_once_with_their_key_alone(engine: Engine) -> None:
     bags, dense = ask(np.random.default_rng(5), 3)
     with pytest.raises(InvalidRequest, match=r"^once: 'session.times': has a row for each id of '.*': name that key"):
-        engine.score(bags, dense, once=["session.times"])
+        engine.score(bags, dense, shared=["session.times"])
 
 
 def test_clients_score_merged_with_others(server: Running) -> None:
@@ -208,7 +208,7 @@ def test_clients_score_merged_with_others(server: Running) -> None:
         user, dense = ask(random, 1)
         items = {**user, "target": [[number] for number in range(30)]}
         many = {**dense, "session.now": dense["session.now"] * 30}
-        found = client.score(items, many, once=["seen", "bought_in"])
+        found = client.score(items, many, shared=["seen", "bought_in"])
         repeated = {**{key: user[key] * 30 for key in user}, "target": items["target"]}
         by_id = {name: dense[name] * 30 for name in ("session.times", "session.paid")}
         assert_right(found, expected(repeated, {**many, **by_id}))

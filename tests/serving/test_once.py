@@ -11,18 +11,18 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
-from serving.client import Rows
+from serving.client import JaggedRows
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
-from serving.requests.types import EMBEDDINGS, ONCE, SEQUENCES, Tensors
+from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Tensors
 from tests.support.managed import KEYS, bags_of, managed
 from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
-from tests.support.once import assert_scores, pairs, repeated
 from tests.support.positioned import LONGEST, positioned
 from tests.support.positioned import SPECS as POSITIONED
 from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, two_tower
 from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
+from tests.support.shared import assert_scores, pairs, repeated
 from tests.support.together import answers_of
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
@@ -74,15 +74,15 @@ def weight_of(ids: Any) -> Any:
     return np.array(ids, np.float32) % 7 / 8
 
 
-def request_of(bags: Mapping[str, Bags], once: Sequence[str], weighted: bool) -> Tensors:
+def request_of(bags: Mapping[str, Bags], shared: Sequence[str], weighted: bool) -> Tensors:
     values, lengths = flat(bags)
-    return Tensors(tuple(bags), values, lengths, weight_of(values) if weighted else None, once=once)
+    return Tensors(tuple(bags), values, lengths, weight_of(values) if weighted else None, shared=shared)
 
 
-def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Any]:
+def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], shared: Sequence[str], samples: int) -> dict[str, Any]:
     """What a request should be answered with, from the answer to one that repeats the user for each item. Where there
     is no item, the user gets one that has no ids."""
-    pairs: Any = repeated({key: column or [[]] for key, column in bags.items()}, once, max(samples, 1))
+    pairs: Any = repeated({key: column or [[]] for key, column in bags.items()}, shared, max(samples, 1))
     if engine.schema.weighted:
         pairs = {
             key: {
@@ -92,15 +92,15 @@ def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], once: Sequence[st
             }
             for key, column in pairs.items()
         }
-    found: dict[str, list[Any]] = {EMBEDDINGS: [], ONCE: [], SEQUENCES: []}
-    selection = engine.schema.select(tuple(bags))
+    found: dict[str, list[Any]] = {EMBEDDINGS: [], SHARED: [], SEQUENCES: []}
+    feature_set = engine.schema.select(tuple(bags))
     answer = engine.lookup(pairs)
-    for feature, key in zip(selection.names, selection.key_of, strict=True):
+    for feature, key in zip(feature_set.names, feature_set.key_of, strict=True):
         rows = answer[feature]
-        if isinstance(rows, Rows):
-            found[SEQUENCES].append((rows.rows(0) if key in once else rows.values).ravel())
+        if isinstance(rows, JaggedRows):
+            found[SEQUENCES].append((rows.rows(0) if key in shared else rows.values).ravel())
         else:
-            found[ONCE if key in once else EMBEDDINGS].append(rows[: 1 if key in once else samples])
+            found[SHARED if key in shared else EMBEDDINGS].append(rows[: 1 if key in shared else samples])
     return {name: np.concatenate(parts, axis=-1) for name, parts in found.items() if parts}
 
 
@@ -116,12 +116,12 @@ def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tm
         samples = number % 5
         user, items = draw(random, 1), draw(random, samples)
         keys = random.permutation([*items])[: random.integers(1, len(items) + 1)].tolist()
-        once = random.permutation(keys)[: random.integers(0, len(keys) + 1)].tolist()
-        bags = {key: user[key] if key in once else items[key] for key in keys}
-        asked.append((bags, once, 1 if len(once) == len(keys) else samples))
-    requests = [request_of(bags, once, engine.schema.weighted) for bags, once, _ in asked]
-    for (bags, once, samples), request, outcome in zip(asked, requests, answers_of(bundle, requests), strict=True):
-        expected, alone = outputs_of_pairs(engine, bags, once, samples), engine.outputs(request)
+        shared = random.permutation(keys)[: random.integers(0, len(keys) + 1)].tolist()
+        bags = {key: user[key] if key in shared else items[key] for key in keys}
+        asked.append((bags, shared, 1 if len(shared) == len(keys) else samples))
+    requests = [request_of(bags, shared, engine.schema.weighted) for bags, shared, _ in asked]
+    for (bags, shared, samples), request, outcome in zip(asked, requests, answers_of(bundle, requests), strict=True):
+        expected, alone = outputs_of_pairs(engine, bags, shared, samples), engine.outputs(request)
         assert outcome.keys() == alone.keys() == expected.keys()
         for output, numbers in expected.items():
             np.testing.assert_array_equal(outcome[output], numbers, err_msg=output)
@@ -134,13 +134,13 @@ def test_a_ranking_request_is_answered_as_torchrec_answers_each_pair(tmp_path: P
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
     random = np.random.default_rng(3)
     user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 9)
-    once = ["genres", "recent"]
-    asked = {key: user[key] if key in once else items[key] for key in ("words", "genres", "user_id", "recent")}
-    answer = engine.lookup(asked, once=once)
+    shared = ["genres", "recent"]
+    asked = {key: user[key] if key in shared else items[key] for key in ("words", "genres", "user_id", "recent")}
+    answer = engine.lookup(asked, shared=shared)
     assert list(answer) == list(asked)
     assert (answer["genres"].shape, len(answer["recent"])) == ((1, 8), 1)
     for sample in range(9):
-        each = {key: column[:1] if key in once else column[sample : sample + 1] for key, column in asked.items()}
+        each = {key: column[:1] if key in shared else column[sample : sample + 1] for key, column in asked.items()}
         pair = kjt_of({"seen": [[]], **each})
         with torch.no_grad():
             sums, rows = module.pooled(pair).to_dict(), module.rows(pair)
@@ -161,17 +161,17 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("lengths", "parameters", "why"),
     [
-        ([2, 1, 1, 2], {"once": ["nobody"]}, "once: 'nobody': expected one of 'user_id', 'genres', 'recent'"),
-        ([2, 1, 1, 2], {"once": ["words"]}, "once: 'words': expected one of 'user_id', "),
-        ([2, 1, 1, 2], {"once": ["user_id", "user_id"]}, "once: expected each name once, got 'user_id', 'user_id'"),
-        ([2, 1, 1, 1, 1, 0], {"once": ["genres"]}, "lengths: expected 1 for the keys that come once, and a multiple of 2"),
-        ([6], {"once": ["genres", "recent"]}, "lengths: expected 2 for the keys that come once, and a multiple of 1"),
-        ([6, 0, 0, 0], {"once": ["user_id", "genres", "recent"]}, "lengths: expected 3 for the keys that come once"),
-        ([6], {"once": ["item"], "tables": ["item"], "features": None}, "expected the parameter once or tables, got both"),
-        ([1, 1, 4], {"once": ["genres"], "outputs": [EMBEDDINGS]}, "are answered in the output 'once': ask for it"),
-        ([1, 1, 5, -1, 0], {"once": ["genres"]}, "feature 'recent': expected lengths >= 0, got -1 for sample 0"),
-        ([1, 1, 5, 1, 0], {"once": ["genres"]}, "feature 'genres': expected its bags to take ids"),
-        ([1, 1, 1, 1, 2], {"once": ["user_id"]}, None),
+        ([2, 1, 1, 2], {"shared": ["nobody"]}, "once: 'nobody': expected one of 'user_id', 'genres', 'recent'"),
+        ([2, 1, 1, 2], {"shared": ["words"]}, "once: 'words': expected one of 'user_id', "),
+        ([2, 1, 1, 2], {"shared": ["user_id", "user_id"]}, "once: expected each name once, got 'user_id', 'user_id'"),
+        ([2, 1, 1, 1, 1, 0], {"shared": ["genres"]}, "lengths: expected 1 for the keys that come once, and a multiple of 2"),
+        ([6], {"shared": ["genres", "recent"]}, "lengths: expected 2 for the keys that come once, and a multiple of 1"),
+        ([6, 0, 0, 0], {"shared": ["user_id", "genres", "recent"]}, "lengths: expected 3 for the keys that come once"),
+        ([6], {"shared": ["item"], "tables": ["item"], "features": None}, "expected the parameter once or tables, got both"),
+        ([1, 1, 4], {"shared": ["genres"], "outputs": [EMBEDDINGS]}, "are answered in the output 'once': ask for it"),
+        ([1, 1, 5, -1, 0], {"shared": ["genres"]}, "feature 'recent': expected lengths >= 0, got -1 for sample 0"),
+        ([1, 1, 5, 1, 0], {"shared": ["genres"]}, "feature 'genres': expected its bags to take ids"),
+        ([1, 1, 1, 1, 2], {"shared": ["user_id"]}, None),
     ],
 )  # fmt: skip
 def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, why: str | None, mixed: Path) -> None:
@@ -180,7 +180,7 @@ def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, w
     asked = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
     if why is None:
         assert {name: each.shape for name, each in engine.outputs(asked).items()} == {
-            EMBEDDINGS: (2, 8), ONCE: (1, 16), SEQUENCES: (3 * 32,)
+            EMBEDDINGS: (2, 8), SHARED: (1, 16), SEQUENCES: (3 * 32,)
         }  # fmt: skip
         return
     with pytest.raises(InvalidRequest, match=why.replace("(", "\\(")):
@@ -191,10 +191,10 @@ def test_ids_are_named_by_where_they_lie(mixed: Path, tmp_path: Path) -> None:
     engine = Engine.open(mixed)
     bags: dict[str, Bags] = {"user_id": [[1], [2], [3]], "genres": [[4, 5]], "recent": [[1], [2], [10**6]]}
     with pytest.raises(IdsOutside, match=r"feature 'recent': .* got 1000000 for sample 2 \(values\[7\]\)"):
-        engine.lookup(bags, once=["genres"])
+        engine.lookup(bags, shared=["genres"])
     positions = Engine.open(export_model(positioned(), tmp_path / "r", "p", FP32))
     with pytest.raises(InvalidRequest, match=r"feature 'item_id': expected at most 4 ids .* got 5 for sample 1"):
-        positions.lookup({"user_id": [[1]], "item_id": [[1], [1, 2, 3, 4, 5]]}, once=["user_id"])
+        positions.lookup({"user_id": [[1]], "item_id": [[1], [1, 2, 3, 4, 5]]}, shared=["user_id"])
 
 
 def test_limits_count_what_comes_once_once(mixed: Path) -> None:
@@ -211,20 +211,20 @@ def test_limits_count_what_comes_once_once(mixed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("once", "features", "why"),
+    ("shared", "features", "why"),
     [
-        ("user_id", {"user_id": [[1]]}, r"once: expected names of features, \[name, …\], got 'user_id'"),
-        ([3], {"user_id": [[1]]}, r"once: expected names of features, \[name, …\], got \[3\]"),
+        ("user_id", {"user_id": [[1]]}, r"shared: expected names of features, \[name, …\], got 'user_id'"),
+        ([3], {"user_id": [[1]]}, r"shared: expected names of features, \[name, …\], got \[3\]"),
         (["user_id"], {"user_id": [[1], [2]], "genres": [[1]]}, "feature 'user_id': expected one bag, because it comes"),
         (["user_id"], {"user_id": [], "genres": [[1]]}, "feature 'user_id': expected one bag, because it comes once, got 0"),
         (["user_id"], {"user_id": [[1]], "genres": [[1]], "words": [[1], [2]]}, "feature 'words': expected as many samples"),
         (["nobody"], {"user_id": [[1]]}, "once: 'nobody': expected one of 'user_id'"),
     ],
 )  # fmt: skip
-def test_what_clients_cannot_send_is_refused(once: Any, features: Any, why: str, mixed: Path) -> None:
+def test_what_clients_cannot_send_is_refused(shared: Any, features: Any, why: str, mixed: Path) -> None:
     engine = Engine.open(mixed)
     with pytest.raises(InvalidRequest, match=why):
-        engine.lookup(features, once=once)
+        engine.lookup(features, shared=shared)
 
 
 def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
@@ -240,32 +240,32 @@ def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize(
-    ("given", "once", "why"),
+    ("given", "shared", "why"),
     [
         (kjt([2, 2]), ["user_id"], "feature 'user_id': expected one bag, because it comes once, got 2"),
         (kjt([1, 3]), ["genres"], "feature 'genres': expected one bag, because it comes once, got 3"),
         (
             kjt([1, 3]),
             [],
-            "feature 'genres': expected as many samples as 'user_id' has, 1, got 3: .* named in `once`",
+            "feature 'genres': expected as many samples as 'user_id' has, 1, got 3: .* named in `shared`",
         ),
         (
             kjt([2, 2], inverse_indices=(["user_id", "genres"], torch.tensor([[0, 1, 1], [0, 0, 1]]))),
             [],
-            "without inverse indices: name keys in `once`",
+            "without inverse indices: name keys in `shared`",
         ),
     ],
     ids=["too_many", "the_other", "not_named", "inverse"],
 )
-def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(given: Any, once: Any, why: str, mixed: Path) -> None:
+def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(given: Any, shared: Any, why: str, mixed: Path) -> None:
     """Else bags would be those of another key."""
     with pytest.raises(InvalidRequest, match=why):
-        Engine.open(mixed).lookup(given, once=once)
+        Engine.open(mixed).lookup(given, shared=shared)
 
 
 def test_a_kjt_with_a_batch_size_for_each_key_is_answered(mixed: Path) -> None:
     engine = Engine.open(mixed)
-    answer = engine.lookup(kjt([1, 3]), once=["user_id"])
+    answer = engine.lookup(kjt([1, 3]), shared=["user_id"])
     expected = engine.lookup({"user_id": [[0]] * 3, "genres": [[1], [2], [3]]})
     np.testing.assert_array_equal(answer["user_id"], expected["user_id"][:1])
     np.testing.assert_array_equal(answer["genres"], expected["genres"])
@@ -279,11 +279,11 @@ def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> 
     module = SCORED[name]().eval()
     engine = Engine.open(export_model(module, tmp_path / "r", "m", EXACT))
     for seed, samples in enumerate((1, 7, 30)):
-        bags, dense, once, expected = pairs(module, seed, samples)
-        assert_scores(engine.score(bags, dense, once=once), expected)
-    none = {key: column if key in once else [] for key, column in bags.items()}
+        bags, dense, shared, expected = pairs(module, seed, samples)
+        assert_scores(engine.score(bags, dense, shared=shared), expected)
+    none = {key: column if key in shared else [] for key, column in bags.items()}
     empty = engine.score(
-        none, {each: rows[:1] if each in once else rows[:0] for each, rows in dense.items()}, once=once
+        none, {each: rows[:1] if each in shared else rows[:0] for each, rows in dense.items()}, shared=shared
     )
     assert {len(each) for each in empty.values()} == {0}
 
@@ -294,12 +294,12 @@ def test_where_all_ids_are_the_user_s_dense_inputs_say_how_many_samples(tmp_path
     user, _ = random_request(module, np.random.default_rng(0), 1)
     _, dense = random_request(module, np.random.default_rng(1), 6)
     expected = own_scores(module, {key: column * 6 for key, column in user.items()}, dense)
-    assert_scores(engine.score(user, dense, once=[*user]), expected)
+    assert_scores(engine.score(user, dense, shared=[*user]), expected)
     with pytest.raises(
         InvalidRequest, match=r"dense input 'dense_features': expected float32 \[1, 13\], a row for all"
     ):
-        engine.score(user, dense, once=[*user, *dense])
+        engine.score(user, dense, shared=[*user, *dense])
     with pytest.raises(
         InvalidRequest, match="once: 'nobody': expected one of 'f0', 'f1', 'f2', 'f3', 'dense_features'"
     ):
-        engine.score(user, dense, once=["nobody"])
+        engine.score(user, dense, shared=["nobody"])

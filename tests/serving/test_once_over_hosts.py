@@ -10,9 +10,9 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.once import assert_scores, pairs, repeated
 from tests.support.scored import ON_HOSTS, trained, two_tower
 from tests.support.servers import lose
+from tests.support.shared import assert_scores, pairs, repeated
 
 
 @pytest.mark.long
@@ -20,15 +20,15 @@ def test_through_a_router(tmp_path: Path) -> None:
     """Bit for bit what one request for each pair gets; a host that is lost is named where a row of it is needed."""
     module = trained(two_tower())
     router = export_hosts(tmp_path, module, ON_HOSTS)
-    bags, dense, once, expected = pairs(module, 0, 9)
-    whole = repeated(bags, once, 9)
+    bags, dense, shared, expected = pairs(module, 0, 9)
+    whole = repeated(bags, shared, 9)
 
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
         repeats = client.lookup(whole)
         with Engine.open(router, served.hosts) as engine:
             answers = [
-                (client.lookup(bags, once=once), client.score(bags, dense, once=once)),
-                (engine.lookup(bags, once=once), engine.score(bags, dense, once=once)),
+                (client.lookup(bags, shared=shared), client.score(bags, dense, shared=shared)),
+                (engine.lookup(bags, shared=shared), engine.score(bags, dense, shared=shared)),
             ]
         for looked_up, scores in answers:
             assert_scores(scores, expected)
@@ -37,9 +37,9 @@ def test_through_a_router(tmp_path: Path) -> None:
         for host, server in served.servers.items():
             lose(server)
             with pytest.raises(ServerUnavailable, match=f"host {host} "):
-                client.score(bags, dense, once=once)
+                client.score(bags, dense, shared=shared)
             named = []
-            for asked in (partial(client.lookup, whole), partial(client.lookup, bags, once=once)):
+            for asked in (partial(client.lookup, whole), partial(client.lookup, bags, shared=shared)):
                 with pytest.raises(ServerUnavailable, match=r"tables .*: host ") as refused:
                     asked()
                 named.append(str(refused.value).partition("tables ")[2].partition(": host ")[0])

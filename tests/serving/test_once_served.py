@@ -19,10 +19,10 @@ from serving.model.config_file import read_config, write_config
 from serving.server import Server, run_server
 from tests.serving.test_once import FP32
 from tests.support.models import Bags, flat, random_bags
-from tests.support.once import assert_scores, pairs, repeated
 from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained
 from tests.support.sequences import POOLED, ROWS, Mixed
 from tests.support.servers import FREE, at_once, tbe_serve
+from tests.support.shared import assert_scores, pairs, repeated
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +72,31 @@ def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) ->
 def test_both_clients(server: Server) -> None:
     random = np.random.default_rng(0)
     user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 20)
-    once = ["recent", "user_id"]
-    bags = {key: user[key] if key in once else items[key] for key in ("recent", "genres", "words", "user_id")}
-    whole = repeated(bags, once, 20)
+    shared = ["recent", "user_id"]
+    bags = {key: user[key] if key in shared else items[key] for key in ("recent", "genres", "words", "user_id")}
+    whole = repeated(bags, shared, 20)
     values, lengths = flat(bags)
     kjt = KeyedJaggedTensor(
         [*bags],
         torch.from_numpy(values),
         lengths=torch.from_numpy(lengths),
-        stride_per_key_per_rank=[[1 if key in once else 20] for key in bags],
+        stride_per_key_per_rank=[[1 if key in shared else 20] for key in bags],
     )
 
     async def by_asyncio() -> Any:
         async with AsyncLookupClient(server.grpc, "m", 20) as client:
-            return await client.lookup(bags, once=once)
+            return await client.lookup(bags, shared=shared)
 
     with LookupClient(server.grpc, "m", 20) as client:
         expected = client.lookup(whole)
-        for answer in (client.lookup(bags, once=once), client.lookup(kjt, once=once), asyncio.run(by_asyncio())):
+        for answer in (
+            client.lookup(bags, shared=shared),
+            client.lookup(kjt, shared=shared),
+            asyncio.run(by_asyncio()),
+        ):
             assert list(answer) == list(bags)
             for key in ("genres", "user_id"):
-                assert len(answer[key]) == (1 if key in once else 20)
+                assert len(answer[key]) == (1 if key in shared else 20)
                 np.testing.assert_array_equal(np.broadcast_to(answer[key], expected[key].shape), expected[key])
             np.testing.assert_array_equal(answer["recent"].rows(0), expected["recent"].rows(19))
             np.testing.assert_array_equal(answer["words"].values, expected["words"].values)
@@ -100,15 +104,15 @@ def test_both_clients(server: Server) -> None:
 
 def test_by_json_lines(server: Server, modules: Any) -> None:
     line = {"user_id": [[1]], "genres": [[3], [4, 5]], "recent": [[6, 7]]}
-    once = ("--once", "user_id", "--once", "recent")
-    done = tbe_serve("lookup", "m", "--url", server.grpc, *once, stdin=json.dumps(line))
+    shared = ("--shared", "user_id", "--shared", "recent")
+    done = tbe_serve("lookup", "m", "--url", server.grpc, *shared, stdin=json.dumps(line))
     found = json.loads(done.stdout)
     users = modules["m"].pooled.embedding_bags["user"].weight.detach().numpy()
     items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
     np.testing.assert_array_equal(np.float32(found["user_id"]), users[[1]])
     np.testing.assert_array_equal(np.float32(found["recent"]), [items[[6, 7]]])
     assert len(found["genres"]) == 2
-    table = tbe_serve("lookup", "m", "--url", server.grpc, "--table", *once, stdin=json.dumps(line)).stdout
+    table = tbe_serve("lookup", "m", "--url", server.grpc, "--table", *shared, stdin=json.dumps(line)).stdout
     assert [row.split("│")[1:3] for row in table.splitlines() if row.startswith("│")] == [
         [" all    ", " user_id "],
         *[[" all    ", " recent  "]] * 2,
@@ -118,9 +122,9 @@ def test_by_json_lines(server: Server, modules: Any) -> None:
     done = tbe_serve("lookup", "m", "--url", server.grpc, stdin=json.dumps(line))
     assert "'genres': expected as many samples as 'user_id' has, 1, got 2: what comes once and counts" in done.stderr
 
-    bags, dense, once_of, expected = pairs(modules["dcn"], 1, 3)
+    bags, dense, shared_keys, expected = pairs(modules["dcn"], 1, 3)
     asked = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})
-    named = (each for name in once_of for each in ("--once", name))
+    named = (each for name in shared_keys for each in ("--shared", name))
     done = tbe_serve("score", "dcn", "--url", server.grpc, *named, stdin=asked)
     np.testing.assert_allclose(json.loads(done.stdout)["scores"], expected["scores"], rtol=0, atol=1e-6)
 
@@ -134,7 +138,7 @@ def test_64_ranking_requests_at_once(name: str, server: Server, modules: Any) ->
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
         found = at_once(
             [
-                *(lambda a=each: client.score(a[0], a[1], once=a[2]) for each in asked),
+                *(lambda a=each: client.score(a[0], a[1], shared=a[2]) for each in asked),
                 *(lambda a=each: client.score(*a) for each in plain),
             ]
         )
@@ -156,6 +160,6 @@ def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
         run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", 60) as client,
     ):
-        assert not client.info().takes_once
+        assert not client.info().takes_shared
         with pytest.raises(InternalError, match="looked nothing up once: its config has no output 'once'"):
-            client.lookup({"user_id": [[1]]}, once=["user_id"])
+            client.lookup({"user_id": [[1]]}, shared=["user_id"])

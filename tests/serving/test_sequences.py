@@ -232,7 +232,7 @@ def test_nothing_is_looked_up_that_nobody_asked_for(outputs: list[str], looked_u
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     asked = Tensors(["user_id", "recent"], np.array([1, 2]), np.array([1, 1], np.int32), outputs=outputs)
     batches = batches_of(engine.schema, kjt.check([accept(engine.schema, asked)]))
-    assert {name for batch in batches for name in batch.selection.names} == looked_up
+    assert {name for batch in batches for name in batch.feature_set.names} == looked_up
     assert engine.outputs(asked).keys() == set(outputs)
 
 

@@ -12,7 +12,7 @@ import pytest
 from export import Sharding
 from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
-from serving.client import LookupClient, Retries, Rows
+from serving.client import JaggedRows, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable
 from serving.model.config_file import read_config, settings_of
@@ -114,5 +114,5 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, each in found.items():
-        pairs = [each.values, expected[name].values] if isinstance(each, Rows) else [each, expected[name]]
+        pairs = [each.values, expected[name].values] if isinstance(each, JaggedRows) else [each, expected[name]]
         np.testing.assert_array_equal(*pairs)

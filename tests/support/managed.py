@@ -23,7 +23,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from export.trained.managed import looking_up
-from serving.client import Rows
+from serving.client import JaggedRows
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.sequences import sequences
 
@@ -163,7 +163,7 @@ def right(module: Any, bags: Mapping[str, Bags], *, weighted: bool = False) -> d
 
 def assert_equal(ours: Any, theirs: Any, name: str) -> None:
     """That the answer for a feature is the module's; that of a sequence bit for bit."""
-    if isinstance(ours, Rows):
+    if isinstance(ours, JaggedRows):
         np.testing.assert_array_equal(ours.values, theirs.values(), err_msg=name)
         np.testing.assert_array_equal(ours.lengths, theirs.lengths(), err_msg=name)
     else:

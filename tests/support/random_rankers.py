@@ -27,7 +27,7 @@ class Request:
     relation: npt.NDArray[np.int64]
     times: Mapping[str, list[list[float]]]
 
-    def once(self, keys: Collection[str], samples: int) -> "Request":
+    def shared(self, keys: Collection[str], samples: int) -> "Request":
         """Of `samples` samples, all of which have the first bags of some keys."""
 
         def all_have(bags: Mapping[str, list[Any]]) -> dict[str, list[Any]]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.schema import LookupSchema, Selection
-from serving.requests.types import Checked, Tensors
+from serving.requests.schema import FeatureSet, LookupSchema
+from serving.requests.types import Tensors, ValidatedRequests
 
 NAMES = ("a", "b", "c")
 
@@ -25,7 +25,7 @@ def schema(
     weighted: tuple[bool, ...] = (False, False, False),
     sequence: tuple[bool, ...] = (False, False, False),
 ) -> LookupSchema:
-    every = Selection(
+    every = FeatureSet(
         names=NAMES,
         key_of=NAMES,
         tables=("ta", "tb", "tc"),
@@ -59,7 +59,7 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
     return Tensors(features, values, lengths, weights)
 
 
-def checked(schema: LookupSchema, *requests: Tensors) -> Checked:
+def checked(schema: LookupSchema, *requests: Tensors) -> ValidatedRequests:
     """As the engine does it: all together, and one by one if that fails."""
     found, _, errors, _ = kjt.check_each([accept(schema, request) for request in requests])
     for error in errors.values():

@@ -10,7 +10,7 @@ from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from export import ExportConfig, WeightDtype
-from serving.client import Rows
+from serving.client import JaggedRows
 from serving.errors import InvalidRequest
 from tests.support.models import Bags, Spec, collection, flat, random_bags, randomized
 from tests.support.servers import at_once
@@ -107,7 +107,7 @@ def check_together(lookup: Callable[[Any], Any], module: Mixed) -> None:
         assert list(answer) == list(request)
         for name, found in answer.items():
             theirs = whole[name]
-            pairs = [(found.values, theirs.values)] if isinstance(found, Rows) else [(found, theirs)]
+            pairs = [(found.values, theirs.values)] if isinstance(found, JaggedRows) else [(found, theirs)]
             for ours, expected in pairs:
                 np.testing.assert_array_equal(ours, expected)
     for refused in answers[51:]:

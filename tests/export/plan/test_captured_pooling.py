@@ -43,9 +43,14 @@ def test_bags_are_averaged_over_the_samples_that_have_them(tmp_path: Path) -> No
 def test_ids_that_come_once_are_shared_by_the_samples(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     line = CapturedRequest(
-        at="", why="", features=["user", "item_id"], values=[0] * 14, lengths=[10, 1, 1, 1, 1], once=["user", "price"]
+        at="",
+        why="",
+        features=["user", "item_id"],
+        values=[0] * 14,
+        lengths=[10, 1, 1, 1, 1],
+        shared=["user", "price"],
     )
-    wrong = CapturedRequest(at="", why="", features=["user", "item_id"], values=[], lengths=[], once=["user"])
+    wrong = CapturedRequest(at="", why="", features=["user", "item_id"], values=[], lengths=[], shared=["user"])
     path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in (line, wrong)))
     assert captured_pooling(path, FEATURES) == {"item_id": 1.0, "recent": 1.0, "user": 2.5, "user_bias": 2.5}
 

@@ -48,11 +48,11 @@ def test_random_rankers_are_served_as_they_answer_by_themselves(
             assert part is not None
             alone += part.mixes_samples
             requests, every = [], asked(module, part)
-            for bags, dense, once, right in every:
-                found = engine.score(bags, dense, once=once)
+            for bags, dense, shared, right in every:
+                found = engine.score(bags, dense, shared=shared)
                 assert [*found] == [each.name for each in part.outputs], seed
                 assert_right(found, right, every)
-                tensors = encode(bags, [], once)
+                tensors = encode(bags, [], shared)
                 requests.append(replace(tensors, outputs=[*found], dense=encode_dense(part.inputs, dense)))
             answers = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
             for merged, (*_, right) in zip(answers, every, strict=True):
@@ -79,7 +79,7 @@ def test_random_rankers_over_hosts(tmp_path: Path, seed: int) -> None:
         assert part is not None
         every = 3 * [*asked(module, part)]
         calls: list[Callable[[], Any]] = [
-            partial(client.score, bags, dense, once=once) for bags, dense, once, _ in every
+            partial(client.score, bags, dense, shared=shared) for bags, dense, shared, _ in every
         ]
         for found, (_, _, _, right) in zip(at_once(calls), every, strict=True):
             assert_right(found, right, every)
@@ -112,16 +112,16 @@ def asked(module: Ranker, part: DensePart) -> list[Asked]:
         request = module.request(random, samples, longest)
         pair = module.events[:2] if module.together else []
         chosen = [key for key in request.bags if random.random() < 0.5 and key not in pair]
-        for once in ([], chosen + (pair if random.random() < 0.5 else [])):
-            bags = {key: each[:1] if key in once else each for key, each in request.bags.items()}
-            right = answered(module, module.example(request.once(once, samples)))
-            found.append((bags, dense_of(request, part, once), once, right))
+        for shared in ([], chosen + (pair if random.random() < 0.5 else [])):
+            bags = {key: each[:1] if key in shared else each for key, each in request.bags.items()}
+            right = answered(module, module.example(request.shared(shared, samples)))
+            found.append((bags, dense_of(request, part, shared), shared, right))
     return found
 
 
-def dense_of(request: Request, part: DensePart, once: Sequence[str]) -> dict[str, Any]:
+def dense_of(request: Request, part: DensePart, shared: Sequence[str]) -> dict[str, Any]:
     found = {each.name: getattr(request, each.name.rpartition(".")[2]) for each in part.inputs}
     for name, key in part.by_id.items():  # of two keys of one event, it may be either
         (times,) = request.times.values()
-        found[name] = times[:1] if key in once else times
+        found[name] = times[:1] if key in shared else times
     return found

@@ -110,7 +110,7 @@ def test_what_comes_once_is_checked(tmp_path: Path) -> None:
         np.concatenate([*lengths.values()]),
         outputs=[*whole.tensors.outputs, "embeddings", "once"],
         dense={**whole.tensors.dense, name: whole.tensors.dense[name][:1]},
-        once=[key, name],
+        shared=[key, name],
     )
     (tmp_path / "captured.jsonl").write_bytes(msgspec.json.encode(CapturedRequest.of(sent, "", "slow: 9 ms")))
     (captured,) = read_captured(tmp_path / "captured.jsonl")

@@ -19,7 +19,7 @@ from serving.lookup import parallel_lookup
 from serving.lookup.threads import Threads
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from serving.requests.sequences import Rows
+from serving.requests.sequences import JaggedRows
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
 from tests.support.often import one_in
 from tests.support.positioned import LONGEST, positioned
@@ -115,7 +115,7 @@ def requests(name: str, specs: tuple[Spec, ...], most: int = 300) -> Iterator[di
 def assert_same(found: Any, expected: Any) -> None:
     assert list(found) == list(expected)
     for name, embeddings in expected.items():
-        if isinstance(embeddings, Rows):
+        if isinstance(embeddings, JaggedRows):
             np.testing.assert_array_equal(found[name].lengths, embeddings.lengths)
             found_values, embeddings = found[name].values, embeddings.values
         else:

@@ -20,7 +20,7 @@ from tests.support.requests import NAMES, ROWS, checked, ints, lens, requests, s
 def test_a_good_request_is_taken_as_it_is() -> None:
     values = ints(0, 9, 4, 99, 0)
     request = checked(schema(), tensors(values, lens(2, 0, 0, 1, 1, 1)))
-    assert request.requests[0].selection.names == NAMES
+    assert request.requests[0].feature_set.names == NAMES
     assert request.requests[0].samples == 2
     assert request.offsets.tolist() == [0, 2, 2, 2, 3, 4, 5]
     assert request.id_bounds.tolist() == [0, 2, 3, 5]

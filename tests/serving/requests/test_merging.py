@@ -61,7 +61,7 @@ def batch_of(schema: LookupSchema, every: Sequence[Tensors]) -> Batch:
 def test_merging_keeps_every_bag(every: list[Tensors]) -> None:
     weighted = every[0].weights is not None
     batch = batch_of(schema(weighted=(weighted,) * 3), every)
-    together = bags_of(batch.selection.names, batch, np.diff(batch.offsets))
+    together = bags_of(batch.feature_set.names, batch, np.diff(batch.offsets))
     assert set(together) == {feature for request in every for feature in request.features or ()}
     start = 0
     for request, accepted in zip(every, batch.requests, strict=True):
@@ -88,7 +88,7 @@ def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensor
     # Each number tells its sample, feature and column.
     columns = [
         100 * NAMES.index(name) + column
-        for name in batch.selection.names
+        for name in batch.feature_set.names
         for column in range(DIMS[NAMES.index(name)])
     ]
     embeddings = (1000 * np.arange(samples)[:, np.newaxis] + np.array(columns)).astype(np.float32)
@@ -97,7 +97,7 @@ def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensor
         for sample in range(request.samples):
             assert answer[sample].tolist() == [
                 1000 * (start + sample) + 100 * NAMES.index(name) + column
-                for name in request.selection.names
+                for name in request.feature_set.names
                 for column in range(DIMS[NAMES.index(name)])
             ]
         start += request.samples

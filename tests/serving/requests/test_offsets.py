@@ -17,17 +17,17 @@ def requests(draw: st.DrawFn) -> KjtRequest:
     """A request without ids, in which some features come once."""
     samples = draw(st.integers(0, 4))
     features = draw(st.permutations(NAMES))[: draw(st.integers(1, len(NAMES)))]
-    once = draw(st.lists(st.sampled_from(features), unique=True))
-    lengths = np.zeros(sum(1 if name in once else samples for name in features), np.int32)
-    dense = {} if len(once) < len(features) else {"rows": np.zeros((samples, 1), np.float32)}
-    return accept(schema(), Tensors(features, np.zeros(0, np.int64), lengths, once=once, dense=dense))
+    shared = draw(st.lists(st.sampled_from(features), unique=True))
+    lengths = np.zeros(sum(1 if name in shared else samples for name in features), np.int32)
+    dense = {} if len(shared) < len(features) else {"rows": np.zeros((samples, 1), np.float32)}
+    return accept(schema(), Tensors(features, np.zeros(0, np.int64), lengths, shared=shared, dense=dense))
 
 
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_bounds_of_several_requests_are_those_of_each_one_behind_the_other(several: list[KjtRequest]) -> None:
     expected, end = [0], 0
     for each in several:
-        bounds = bag_bounds(len(each.selection.names), each.samples, each.once)
+        bounds = bag_bounds(len(each.feature_set.names), each.samples, each.shared)
         expected += (bounds[1:] + end).tolist()
         end += each.lengths.size
     assert segment_bounds(several).tolist() == expected

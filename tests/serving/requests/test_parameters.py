@@ -24,7 +24,7 @@ def test_each_is_read() -> None:
     assert decode_parameters(json.dumps(said | {"traceparent": TRACE})) == {
         "features": ["b", "a"],
         "tables": ["t"],
-        "once": [],
+        "shared": [],
         "bundle": "00",
         "part_of": "1/2",
         "every_host": True,
@@ -35,13 +35,20 @@ def test_each_is_read() -> None:
 def test_what_is_sent_is_read() -> None:
     """Of every field that has a parameter; nothing is sent for one that says nothing."""
     values, lengths = np.array([1]), np.array([1], np.int32)
-    said = {"features": ["b", "a"], "tables": ["t"], "once": ["b"], "bundle": "00", "part_of": "1/2", "trace": TRACE}
+    said = {
+        "features": ["b", "a"],
+        "tables": ["t"],
+        "shared": ["b"],
+        "bundle": "00",
+        "part_of": "1/2",
+        "trace": TRACE,
+    }
     asked = Tensors(values=values, lengths=lengths, every_host=True, **said)  # type: ignore[arg-type]
     assert decode_parameters(sent(asked)) == said | {"every_host": True}
     assert (said | {"every_host": True}).keys() == PARAMETERS.keys()
     assert sent(Tensors(None, values, lengths)) == "{}"
     assert decode_parameters(sent(Tensors([], values, lengths, tables=[]))) == {"features": [], "tables": []}
-    assert json.loads(sent(asked, but=PARAMETERS.keys() - {"once"})) == {"once": "b"}
+    assert json.loads(sent(asked, but=PARAMETERS.keys() - {"shared"})) == {"once": "b"}
 
 
 def sent(tensors: Tensors, but: Collection[str] = ()) -> str:

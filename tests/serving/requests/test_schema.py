@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from serving.errors import InvalidRequest
-from serving.requests.schema import LookupSchema, Selection
+from serving.requests.schema import FeatureSet, LookupSchema
 from tests.support.growth import without_collector
 from tests.support.requests import NAMES, schema
 
@@ -26,7 +26,7 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
     none: Any = np.zeros(8, np.int64)
     no: Any = np.zeros(8, np.bool_)
     many = LookupSchema(
-        Selection(
+        FeatureSet(
             names, names, names, np.arange(8), none, none, no, no, none, no, None, none, None, none, none, no, True
         ),
         False,
@@ -41,7 +41,7 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
 
 
 def selections_alive() -> int:
-    return sum(type(each) is Selection for each in gc.get_objects())
+    return sum(type(each) is FeatureSet for each in gc.get_objects())
 
 
 def test_no_names_are_refused_whatever_was_selected_before() -> None:

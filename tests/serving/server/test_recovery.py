@@ -317,7 +317,7 @@ def test_a_dead_model_is_a_typed_error(repository: Path, tmp_path: Path) -> None
         client.lookup({"x": [[1]]})
         kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(0.5)
-        once = LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1))
-        with once, pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
-            once.lookup({"x": [[1]]})
+        shared = LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1))
+        with shared, pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
+            shared.lookup({"x": [[1]]})
         server.process.kill()

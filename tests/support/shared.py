@@ -9,8 +9,8 @@ from tests.support.models import Bags
 from tests.support.scored import own_scores, random_request
 
 
-def repeated(bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Bags]:
-    return {key: column * samples if key in once else column for key, column in bags.items()}
+def repeated(bags: Mapping[str, Bags], shared: Sequence[str], samples: int) -> dict[str, Bags]:
+    return {key: column * samples if key in shared else column for key, column in bags.items()}
 
 
 def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], Any]:
@@ -19,13 +19,13 @@ def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], An
     (user, user_dense), (bags, dense) = random_request(module, random, 1), random_request(module, random, samples)
     key, *_ = bags
     whole = {**bags, key: user[key] * samples}
-    once = [key]
+    shared = [key]
     if dense and seed % 2:
         name, *_ = dense
-        once.append(name)
+        shared.append(name)
         dense = {**dense, name: user_dense[name]}
-    spread = {name: np.repeat(each, samples, axis=0) if name in once else each for name, each in dense.items()}
-    return {**bags, key: user[key]}, dense, once, own_scores(module, whole, spread)
+    spread = {name: np.repeat(each, samples, axis=0) if name in shared else each for name, each in dense.items()}
+    return {**bags, key: user[key]}, dense, shared, own_scores(module, whole, spread)
 
 
 def assert_scores(found: Any, expected: Any) -> None:
