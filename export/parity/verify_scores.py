@@ -48,7 +48,7 @@ def verify_scores(
         BundleError: torch cannot load the dense part, or it is another one.
     """
     program = DenseProgram(bundle, scoring_schema(bundle.manifest, part))
-    given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.given, answer)
+    given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.inputs, answer)
     together, alone = _answers(program, given)
     failures = [
         f"output {name!r}: requests that are scored together differ from each alone by {off:.3g}, expected at most "

@@ -15,7 +15,7 @@ from export.capture.bags import bags_of
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, last_line
 from export.scores.dense_part import CompiledDensePart
-from export.scores.probe_inputs import given_dense
+from export.scores.probe_inputs import with_dense
 from export.trained.probe import kjt_of
 from serving.bundle.scores import DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
@@ -112,7 +112,7 @@ def with_labelled_auc(
     trained: dict[str, list[Any]] = {name: [] for name in outputs}
     for request in requests:
         found = _served(engine, request)
-        own = None if scored.answer is None else _trained(engine, scored, request)
+        own = None if scored.eager_scores is None else _trained(engine, scored, request)
         for name in outputs:
             labels[name].append(request.labels_of(name, len(found[name])))
             served[name].append(found[name].reshape(-1))
@@ -184,7 +184,7 @@ def _served(engine: Engine, request: LabelledRequest) -> Mapping[str, npt.NDArra
 
 def _trained(engine: Engine, scored: CompiledDensePart, request: LabelledRequest) -> Mapping[str, npt.NDArray[Any]]:
     """What the trained model answers to a request that the engine answers, too."""
-    assert scored.answer is not None  # noqa: S101  it was asked
+    assert scored.eager_scores is not None  # noqa: S101  it was asked
     manifest = engine.bundle.manifest
     ids = encode({key: request.features[key] for key in manifest.keys}, manifest.weighted_keys)
     dense = encode_dense(scored.part.inputs, request.dense, lengths_by_key(ids, [*manifest.keys]))
@@ -192,7 +192,9 @@ def _trained(engine: Engine, scored: CompiledDensePart, request: LabelledRequest
     samples = ids.lengths.size // len(manifest.keys)
     arrays = {name: torch.from_numpy(each) for name, each in dense.items()}
     try:
-        return scored.answer(given_dense(scored.part.inputs, arrays, DenseInputs(torch.empty(samples, 0), (), bags)))
+        return scored.eager_scores(
+            with_dense(DenseInputs(torch.empty(samples, 0), (), bags), scored.part.inputs, arrays)
+        )
     except Exception as error:  # its code may raise anything: for ids outside of a table, for example
         raise ConfigurationError(
             f"{request.where}: the trained model cannot answer: {last_line(error)}: give ids of its tables; or "

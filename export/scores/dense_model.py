@@ -1,4 +1,4 @@
-"""What follows the collections of a model: as torch.fx follows it, as an example shows, or of the user's own."""
+"""The dense model of an export: traced without an example, traced with one, or a module of the user's own."""
 
 import inspect
 import operator
@@ -15,10 +15,12 @@ from export.capture.stub_collections import Collections
 from export.capture.trace import EMBEDDINGS
 from export.config import Example
 from export.errors import ModelError
-from export.scores.dense_inputs import inputs_of
+from export.scores.collection_columns import spans_of_features
+from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph
 from export.scores.eager_model import model_errors
-from export.scores.probe_inputs import probe_inputs, probe_request, request_of, spans_of
-from export.scores.split_at_collections import WAY_OUT, DenseSubgraph, finished, split_at_collections
+from export.scores.find_dense_inputs import find_dense_inputs
+from export.scores.probe_inputs import probe_inputs, probe_request, request_of_bags
+from export.scores.split_at_collections import split_at_collections
 from export.scores.trace_example import trace_example
 from export.trained.managed import is_sequence
 from export.trained.running import copied, quiet
@@ -31,45 +33,69 @@ from serving.requests.types import Ids, Tensors
 
 @dataclass(frozen=True, slots=True)
 class DenseModel:
-    """What follows the collections of a model, before it is given its weights.
+    """The dense subgraph of a model, before it gets the weights that serve, and a probe to run it on.
 
     Attributes:
-        path: of `entry` in the module that was given.
-        entry: the model around the collections; or a module of the user's own.
-        cut: of it.
-        inputs: its dense inputs.
-        request: ids of all keys, to try it with.
-        given: the same request, with dense inputs, and random embeddings and rows.
-        notes: what of an example requests do not bring.
+        path: the path of `model` in the module that the caller passed.
+        model: the model around the collections, or a module of the user's own.
+        subgraph: the dense subgraph of the model.
+        dense_inputs: its dense inputs.
+        request: ids of all keys, as a probe.
+        inputs: the same request with dense inputs, random embeddings and random rows.
+        notes: a line for each part of an example that requests do not bring.
     """
 
     path: str
-    entry: nn.Module
-    cut: DenseSubgraph
-    inputs: tuple[DenseInput, ...]
+    model: nn.Module
+    subgraph: DenseSubgraph
+    dense_inputs: tuple[DenseInput, ...]
     request: Tensors
-    given: DenseInputs
+    inputs: DenseInputs
     notes: tuple[str, ...] = ()
 
 
 def dense_model_of_module(
     trained: Trained, manifest: Manifest, known: Mapping[str, Ids], widths: Mapping[str, int], own: nn.Module
 ) -> DenseModel:
-    """A module of the user's own, in place of what follows; arguments as `export.scores.dense_part.dense_part`."""
+    """A module of the user's own, in place of the layers of the model.
+
+    Args:
+        trained: the model, whose collections all pool.
+        manifest: of the bundle.
+        known: known ids of each key with a map.
+        widths: of all dense inputs of `own`, by name.
+        own: takes embeddings by feature, and dense inputs by name.
+
+    Raises:
+        ModelError: a collection does not pool; `own` cannot be run; or its answer has no tensors.
+        ConfigurationError: the width of an input is not known.
+    """
     _expect_pooled(trained)
-    found = around(own, spans_of(manifest), widths)
-    inputs, request = inputs_of(found, widths), probe_request(manifest, None, known)
-    return DenseModel("", own, found, inputs, request, probe_inputs(manifest, request, inputs))
+    subgraph = _wrap_module(own, spans_of_features(manifest), widths)
+    dense_inputs = find_dense_inputs(subgraph, widths)
+    request = probe_request(manifest, None, known)
+    return DenseModel("", own, subgraph, dense_inputs, request, probe_inputs(manifest, request, dense_inputs))
 
 
 def dense_model_of_example(
     trained: Trained, manifest: Manifest, columns: Collections, example: Example
 ) -> DenseModel:
-    """What follows, as torch.export followed the model from a call of it; arguments likewise."""
-    followed = trace_example(trained.module, columns, example)
-    found, inputs, notes = followed.cut(trained.module)
-    given = followed.given(found)
-    return DenseModel("", trained.module, found, inputs, request_of(manifest, given.bags), given, tuple(notes))
+    """The layers of a model, traced by torch.export from one call of it.
+
+    Args:
+        trained: the model.
+        manifest: of the bundle.
+        columns: the columns of each of its collections.
+        example: the call.
+
+    Raises:
+        ModelError: the model cannot be traced or served, naming the line.
+    """
+    traced = trace_example(trained.module, columns, example)
+    subgraph, dense_inputs, notes = traced.split(trained.module)
+    inputs = traced.probe_inputs(subgraph)
+    request = request_of_bags(manifest, inputs.bags)
+    return DenseModel("", trained.module, subgraph, dense_inputs, request, inputs, tuple(notes))
 
 
 def dense_model_of_forward(
@@ -79,25 +105,39 @@ def dense_model_of_forward(
     widths: Mapping[str, int],
     columns: Collections,
 ) -> DenseModel:
-    """What follows, as torch.fx followed the model; arguments likewise."""
+    """The layers of a model, traced by torch.fx, without an example.
+
+    Args:
+        trained: the model, whose collections all pool.
+        manifest: of the bundle.
+        known: known ids of each key with a map.
+        widths: of dense inputs that no nn.Linear takes, by name.
+        columns: the columns of each of its collections.
+
+    Raises:
+        ModelError: the model cannot be traced or served, naming the line.
+        ConfigurationError: the width of an input is not known.
+    """
     _expect_pooled(trained)
-    path, entry = _entry(trained)
-    found = split_at_collections(entry, columns)
-    inputs, request = inputs_of(found, widths), probe_request(manifest, None, known)
-    notes = tuple(renamed_outputs(found.outputs))
-    return DenseModel(path, entry, found, inputs, request, probe_inputs(manifest, request, inputs), notes)
+    path, model = _model_around_collections(trained)
+    subgraph = split_at_collections(model, columns)
+    dense_inputs = find_dense_inputs(subgraph, widths)
+    request = probe_request(manifest, None, known)
+    inputs = probe_inputs(manifest, request, dense_inputs)
+    notes = tuple(renamed_outputs(subgraph.output_names))
+    return DenseModel(path, model, subgraph, dense_inputs, request, inputs, notes)
 
 
-def _entry(trained: Trained) -> tuple[str, nn.Module]:
-    """The model around the collections, and its path in the module that was given."""
-    entries = [each.module for each in trained.found.entries]
+def _model_around_collections(trained: Trained) -> tuple[str, nn.Module]:
+    """The path and the module of the one model around all collections."""
+    entries = [entry.module for entry in trained.found.entries]
     if len(entries) != 1 or entries[0] in trained.found.collections.values():
-        found = ", ".join(type(each).__name__ for each in entries)
+        kinds = ", ".join(type(entry).__name__ for entry in entries)
         raise ModelError(
             f"{type(trained.module).__name__}: expected one module around all collections, with scores, found "
-            f"{found}: give that module, or export without --scores"
+            f"{kinds}: give that module, or export without --scores"
         )
-    (path,) = (name for name, each in trained.module.named_modules() if each is entries[0])
+    (path,) = (name for name, module in trained.module.named_modules() if module is entries[0])
     return path, entries[0]
 
 
@@ -110,17 +150,15 @@ def _expect_pooled(trained: Trained) -> None:
             )
 
 
-def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]) -> DenseSubgraph:
-    """`own` behind the embeddings of a lookup, side by side.
+def _wrap_module(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]) -> DenseSubgraph:
+    """The dense subgraph that calls `own` with the embeddings of each feature.
+
+    The call is one node: TorchScript compiles the forward of `own` itself.
 
     Args:
-        own: takes embeddings by feature, and dense inputs by name. It is one step: TorchScript reads its forward.
-        spans: the columns of each feature, [first, last).
+        own: takes embeddings by feature, and dense inputs by name.
+        spans: the columns of each feature in the embeddings, [first, last).
         widths: of all its dense inputs.
-
-    Raises:
-        ModelError: it cannot be run, or its answers are no tensors.
-        ConfigurationError: the width of an input is not known.
     """
     _, *arguments = inspect.signature(own.forward).parameters
     if unknown := [name for name in arguments if name not in widths]:
@@ -128,42 +166,43 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
             f"dense_widths (--dense-width): expected the width of {unknown[0]!r}, which {type(own).__name__} takes"
         )
     own = copied(own, ()).eval()
-    answer = _tried(own, spans, [widths[name] for name in arguments])
+    answer = _answer_for_two_samples(own, spans, [widths[name] for name in arguments])
+    named_outputs(own, answer, Tensor, WAY_OUT)  # refuses an answer without tensors
     graph = fx.Graph()
     embeddings = graph.call_method("float", (graph.placeholder(EMBEDDINGS),))
-    given = [graph.placeholder(name) for name in arguments]
+    dense = [graph.placeholder(name) for name in arguments]
     pooled = {
         name: graph.call_function(operator.getitem, (embeddings, (slice(None), slice(first, last))))
         for name, (first, last) in spans.items()
     }
-    named_outputs(own, answer, Tensor, WAY_OUT)
-    graph.output(_parts_of(answer, graph.call_module("own", (pooled, *given))))
+    graph.output(_nodes_of_answer(answer, graph.call_module("own", (pooled, *dense))))
 
-    def answer_of(model: nn.Module, given: DenseInputs) -> object:
-        pooled = {name: given.embeddings[:, first:last] for name, (first, last) in spans.items()}
-        return model(pooled, *given.dense)
+    def run_module(module: nn.Module, inputs: DenseInputs) -> object:
+        by_feature = {name: inputs.embeddings[:, first:last] for name, (first, last) in spans.items()}
+        return module(by_feature, *inputs.dense)
 
-    return finished(own, fx.GraphModule({"own": own}, graph, type(own).__name__), tuple(arguments), answer_of)
+    module = fx.GraphModule({"own": own}, graph, type(own).__name__)
+    return finish_subgraph(own, module, tuple(arguments), run_module)
 
 
-def _parts_of(answer: object, node: fx.Node) -> Any:
-    """The answer that `node` computes, with a node in place of each tensor of it."""
+def _nodes_of_answer(answer: object, node: fx.Node) -> Any:
+    """The structure of `answer`, which `node` computes, with a node in place of each tensor."""
 
-    def part_of(key: Any, part: object) -> Any:
-        return _parts_of(part, node.graph.call_function(operator.getitem, (node, key)))
+    def nodes_of_part(key: Any, part: object) -> Any:
+        return _nodes_of_answer(part, node.graph.call_function(operator.getitem, (node, key)))
 
     if isinstance(answer, Mapping):
-        return {key: part_of(key, part) for key, part in answer.items()}
+        return {key: nodes_of_part(key, part) for key, part in answer.items()}
     if isinstance(answer, tuple) and hasattr(answer, "_fields"):
-        return {name: part_of(number, getattr(answer, name)) for number, name in enumerate(answer._fields)}
+        return {name: nodes_of_part(number, answer[number]) for number, name in enumerate(answer._fields)}
     if isinstance(answer, tuple | list):
-        return [part_of(number, part) for number, part in enumerate(answer)]
+        return [nodes_of_part(number, part) for number, part in enumerate(answer)]
     return node
 
 
-def _tried(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:
-    """What `own` answers for two samples."""
+def _answer_for_two_samples(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:
+    """What `own` answers for two samples of zeros."""
     pooled = {name: torch.zeros(2, last - first) for name, (first, last) in spans.items()}
-    what = "expected a forward of embeddings by feature and dense inputs, it fails"
-    with torch.no_grad(), quiet(), model_errors(own, what):
+    failure = "expected a forward of embeddings by feature and dense inputs, it fails"
+    with torch.no_grad(), quiet(), model_errors(own, failure):
         return own(pooled, *(torch.zeros(2, width) for width in widths))

@@ -1,4 +1,4 @@
-"""The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
+"""The trained model with stubs in place of its collections: what it answers to the inputs of a dense part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,93 +9,104 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
-from export.batchability.probes import as_served
 from export.capture.graph_inputs import DenseInputs
 from export.capture.outside_reads import TIME_ADVICE, OutsideReads
 from export.capture.stub_collections import Collections, Columns, jagged_tensors, keyed_tensor, stubbed
 from export.capture.value_checks import failed_check
 from export.errors import ExportError, ModelError, ParityError, last_line
-from export.scores.split_at_collections import WAY_OUT, DenseSubgraph
+from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
+from export.scores.served_dtypes import as_served
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.model_weights import take_place
 from export.trained.running import Held, copied, evaluating, held, quiet
 
+Answer = Mapping[str, Tensor]
+
 
 @contextmanager
-def model_errors(model: nn.Module, what: str, said: Callable[[Exception], str] = last_line) -> Iterator[None]:
-    """Refuse `model` for any error in here.
+def model_errors(
+    model: nn.Module, failure: str, line_of_error: Callable[[Exception], str] = last_line
+) -> Iterator[None]:
+    """Turn any error of the model's code into a ModelError.
 
     Args:
         model: the model.
-        what: what it cannot do.
-        said: the line of the error for the message.
+        failure: what the model cannot do.
+        line_of_error: the line of an error for the message.
 
     Raises:
-        ModelError: naming the model, what it cannot do, what the error said, and the way out.
+        ModelError: naming the model, the failure, the error, and the way out.
     """
     try:
         yield
     except ExportError:
         raise
-    except Exception as error:  # its code may raise anything
-        raise ModelError(f"{type(model).__name__}: {what}: {said(error)}: {WAY_OUT}") from error
+    except Exception as error:  # the model's code may raise anything
+        raise ModelError(f"{type(model).__name__}: {failure}: {line_of_error(error)}: {WAY_OUT}") from error
 
 
-def answers_behind(
+def eager_answers(
     model: nn.Module,
-    found: DenseSubgraph,
+    subgraph: DenseSubgraph,
     weights: fx.GraphModule,
     collections: Collections,
     probes: Sequence[DenseInputs],
-    others: Sequence[DenseInputs] = (),
-) -> list[dict[str, Tensor] | None]:
-    """What a model answers by its own forward, where its collections answer with embeddings and rows that are given.
+    optional_probes: Sequence[DenseInputs] = (),
+) -> list[Answer | None]:
+    """What a model answers by its own forward, if its collections answer with the embeddings and rows of a probe.
 
     Args:
         model: the model. A copy of it is run, with the weights that serve.
-        found: what was cut out of it.
-        weights: what was cut out, with the weights that serve.
+        subgraph: its dense subgraph.
+        weights: the dense part with the weights that serve.
         collections: of the model.
-        probes: what is given.
-        others: what may be given, and some models cannot be run on.
+        probes: inputs of the dense part.
+        optional_probes: inputs on which some models cannot be run.
 
     Returns:
-        [B, …] by output, as they are served, for each probe, then for each of `others`. None where the model cannot
-        be run on one, or refuses the numbers of a probe after the first.
+        [B, …] by output, as served, for each probe and then each optional probe. None if the model cannot be run on
+        an optional probe, or checks its numbers and refuses a probe after the first.
 
     Raises:
-        ModelError: it cannot be run on a probe, answers with something else, or changes a buffer.
-        ParityError: it gives a collection other ids than those that are given.
+        ModelError: the model cannot be run on a probe, has an answer without tensors, reads a clock, draws random
+            numbers, or changes what it keeps.
+        ParityError: it looks up ids that are not those of the probe.
     """
-    own = copied(model, collections)
+    eager = copied(model, collections)
     columns = {
-        own.get_submodule(name): collections[each] for name, each in model.named_modules() if each in collections
+        eager.get_submodule(name): collections[module]
+        for name, module in model.named_modules()
+        if module in collections
     }
-    _take_weights(own, weights)
-    before = {name: each.clone() for name, each in _buffers(own, columns)}
-    answers: list[dict[str, Tensor] | None] = []
-    outside = OutsideReads(own)
+    _set_weights(eager, weights)
+    buffers_before = {name: buffer.clone() for name, buffer in _buffers(eager, columns)}
+    outside = OutsideReads(eager)
+
+    def answer(probe: DenseInputs) -> Answer:
+        return _answer(eager, subgraph, columns, probe)
+
+    answers: list[Answer | None] = []
     for probe in probes:
         try:
-            with nullcontext() if found.is_timeless else outside.running():
-                answers.append(_answer_behind(own, found, columns, probe))
+            with nullcontext() if subgraph.is_timeless else outside.running():
+                answers.append(answer(probe))
         except ModelError as error:
             if probe is probes[0] or not failed_check(error.__cause__):
                 raise
-            answers.append(None)  # it checks its numbers
+            answers.append(None)
     if outside.clocks:
         raise ModelError(
             f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {TIME_ADVICE}"
         )
     outside.expect_no_draws()
-    _expect_no_count(own, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
-    for other in others:
+    _expect_no_count(eager, answers[0], lambda: answer(probes[0]))
+    for probe in optional_probes:
         try:
-            answers.append(_answer_behind(own, found, columns, other))
+            answers.append(answer(probe))
         except ModelError:
             answers.append(None)
-    for name, each in _buffers(own, columns):
-        if not _is_same(each, before[name]):
+    for name, buffer in _buffers(eager, columns):
+        if not _is_same(buffer, buffers_before[name]):
             raise ModelError(
                 f"{type(model).__name__}: its forward changes the buffer {name!r}: requests are scored by what they "
                 f"bring alone: {WAY_OUT}"
@@ -103,108 +114,109 @@ def answers_behind(
     return answers
 
 
-# After so many more calls a model that counts them is to answer as before.
+# A model that counts its calls must answer as before after these numbers of calls.
 _CALLS = (1_003, 1_000_003, 1_000_000_007)
 
 
-def _expect_no_count(
-    model: nn.Module, answer: Mapping[str, Tensor] | None, again: Callable[[], Mapping[str, Tensor]]
-) -> None:
-    """Refuse a model that counts its calls, and answers otherwise after many of them.
+def _expect_no_count(model: nn.Module, answer: Answer | None, answer_again: Callable[[], Answer]) -> None:
+    """Refuse a model that counts its calls and answers differently after many of them.
 
-    What it keeps of a call is settled by now. What one more call changes is a count.
+    The model was called before, so what it caches is there. What one more call changes is a count.
 
     Args:
-        model: a copy, which was called.
+        model: a copy.
         answer: to a probe.
-        again: calls it with that probe.
+        answer_again: calls the model with the same probe.
     """
-    before = held(model)
-    if answer is None or not _are_alike(answer, again()):
-        return  # no two of its answers are the same: other checks say why
-    changed = [each for key, each in held(model).items() if not each.is_as(before.get(key))]
-    if changed and not all(_are_alike_after(calls, changed, answer, again) for calls in _CALLS):
-        names = [repr(each.key) for each in changed if isinstance(each.key, str)] or ["a number that it keeps"]
+    state_before = held(model)
+    if answer is None or not _are_same(answer, answer_again()):
+        return  # its answers differ from call to call, which other checks report
+    counts = [state for key, state in held(model).items() if not state.is_as(state_before.get(key))]
+    if counts and not all(_answers_same_after(calls, counts, answer, answer_again) for calls in _CALLS):
+        names = [repr(count.key) for count in counts if isinstance(count.key, str)] or ["a number that it keeps"]
         raise ModelError(
             f"{type(model).__name__}: its forward changes {names[0]}, and answers by it: requests are scored by "
             f"what they bring alone: {WAY_OUT}"
         )
 
 
-def _are_alike_after(
-    calls: int, changed: Sequence[Held], answer: Mapping[str, Tensor], again: Callable[[], Mapping[str, Tensor]]
+def _answers_same_after(
+    calls: int, counts: Sequence[Held], answer: Answer, answer_again: Callable[[], Answer]
 ) -> bool:
-    """Whether a model answers as before after so many more calls."""
-    for each in changed:
-        each.count_on(calls)
+    for count in counts:
+        count.count_on(calls)
     try:
-        return _are_alike(answer, again())
+        return _are_same(answer, answer_again())
     except ModelError:
         return False
     finally:
-        for each in changed:
-            each.put_back()
+        for count in counts:
+            count.put_back()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two buffers have the same numbers; NaN is the same as NaN."""
+    """Whether two buffers have the same numbers. NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _are_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return all(torch.allclose(each, other[name], 0, 0, equal_nan=True) for name, each in one.items())
+def _are_same(one: Answer, other: Answer) -> bool:
+    return all(torch.allclose(tensor, other[name], 0, 0, equal_nan=True) for name, tensor in one.items())
 
 
-def _answer_behind(
-    model: nn.Module, found: DenseSubgraph, collections: Collections, given: DenseInputs
-) -> dict[str, Tensor]:
-    wrong: list[str] = []
+def _answer(model: nn.Module, subgraph: DenseSubgraph, collections: Collections, probe: DenseInputs) -> Answer:
+    changed_keys: list[str] = []
 
-    def answer(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:
-        wrong.extend(_others(collection, columns, ids, given))
+    def lookup(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:
+        changed_keys.extend(_changed_keys(collection, columns, ids, probe))
         if is_sequence(collection):
-            return jagged_tensors(columns, ids, {name: each.clone() for name, each in given.rows.items()})
-        return keyed_tensor(columns, given.embeddings.clone())
+            return jagged_tensors(columns, ids, {name: rows.clone() for name, rows in probe.rows.items()})
+        return keyed_tensor(columns, probe.embeddings.clone())
 
-    what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
-    with torch.no_grad(), evaluating(model), quiet(), stubbed(collections, answer), model_errors(model, what):
-        answered = {name: as_served(each) for name, each in found.answer(model, given.copied()).items()}
-    if wrong:
+    failure = f"its forward fails for embeddings and dense inputs [{probe.samples}, width]"
+    with torch.no_grad(), evaluating(model), quiet(), stubbed(collections, lookup), model_errors(model, failure):
+        answer = subgraph.eager_answer(model, probe.copied())
+        served = {name: as_served(tensor) for name, tensor in answer.items()}
+    if changed_keys:
         raise ParityError(
-            f"{type(model).__name__}: gives a collection ids, lengths or weights of key {wrong[0]!r} that are not "
-            "those of the request: lookups would not see it: do it before the model"
+            f"{type(model).__name__}: gives a collection ids, lengths or weights of key {changed_keys[0]!r} that are "
+            "not those of the request: lookups would not see it: do it before the model"
         )
-    return answered
+    return served
 
 
-def _others(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, given: DenseInputs) -> Iterator[str]:
-    """The keys of which a collection looks up something else than is given."""
-    found = ids.to_dict()  # as collections do
+def _changed_keys(
+    collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, probe: DenseInputs
+) -> Iterator[str]:
+    """The keys whose ids, lengths or weights in a collection differ from those of the probe."""
+    looked_up = ids.to_dict()  # as collections do
     for key in columns.keys:
-        bag, own = given.bags.get(key), found[key]
+        bag = probe.bags.get(key)
+        jagged = looked_up[key]
         if bag is None:
             continue
-        is_same = torch.equal(own.values().long(), bag.ids.long())
-        if key not in given.fixed:
-            is_same &= torch.equal(own.lengths().long(), bag.lengths.long())
+        is_same = torch.equal(jagged.values().long(), bag.ids.long())
+        if key not in probe.fixed:
+            is_same &= torch.equal(jagged.lengths().long(), bag.lengths.long())
         if takes_weights(collection) and bag.weights is not None:
-            is_same &= torch.equal(own.weights().float(), bag.weights.float())
+            is_same &= torch.equal(jagged.weights().float(), bag.weights.float())
         if not is_same:
             yield key
 
 
-def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:
-    """Give a model the parameters and buffers of what was cut out of it, which have the same names."""
-    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    for name, each in [*weights.named_parameters(), *weights.named_buffers()]:
-        if name in own:
-            take_place(model, own[name], each)
+def _set_weights(model: nn.Module, weights: fx.GraphModule) -> None:
+    """Give a model the parameters and buffers of its dense part, which have the same names."""
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    for name, weight in [*weights.named_parameters(), *weights.named_buffers()]:
+        if name in tensors:
+            take_place(model, tensors[name], weight)
 
 
 def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a model outside of its collections, and of modules that keep what they computed of a batch."""
-    caches = (each for each in model.modules() if isinstance(each, CacheMixin))
-    inside = {id(each) for part in (*collections, *caches) for each in part.buffers()}
-    yield from ((name, each) for name, each in model.named_buffers() if id(each) not in inside and not each.is_meta)
+    """The buffers of a model outside of its collections and of modules that cache what they computed of a batch."""
+    caches = (module for module in model.modules() if isinstance(module, CacheMixin))
+    excluded = {id(buffer) for module in (*collections, *caches) for buffer in module.buffers()}
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in excluded and not buffer.is_meta:
+            yield name, buffer

@@ -1,4 +1,4 @@
-"""Cut a model behind its collections, as it was followed from one call of it."""
+"""Trace a model by torch.export from one call of it, and split it at its collections."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,23 +21,26 @@ from export.capture.stub_collections import Collections, keys_of_features
 from export.capture.trace import EMBEDDINGS, TracedModel, trace_model
 from export.config import Example
 from export.errors import ModelError
-from export.scores.split_at_collections import DenseSubgraph
+from export.scores.dense_subgraph import DenseSubgraph
 from export.trained.managed import takes_weights
 from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, JaggedKind, wrong_names
 
-# Samples that a model is followed for, and of a probe.
-_FOLLOWED, _PROBED = 7, 64
+# The samples that a model is traced for, and those of a probe.
+_TRACED_SAMPLES = 7
+_PROBE_SAMPLES = 64
+# Dtypes that requests bring as FP32.
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class FromExample:
-    """A model that was followed from an example.
+class TracedExample:
+    """A model that was traced from an example.
 
     Attributes:
         signature: what its arguments are made of.
         graph: of its forward.
         collections: of the model.
-        undecided: numbers whose key could not be decided, by name, each with the reason.
+        undecided: why the key of some dense inputs with a row for each id could not be decided, by name.
     """
 
     signature: Signature
@@ -45,120 +48,145 @@ class FromExample:
     collections: Collections
     undecided: Mapping[str, str]
 
-    def cut(self, model: nn.Module) -> tuple[DenseSubgraph, tuple[DenseInput, ...], list[str]]:
-        """What follows the collections; its dense inputs; and what of the example requests do not bring, a line each.
+    def split(self, model: nn.Module) -> tuple[DenseSubgraph, tuple[DenseInput, ...], list[str]]:
+        """The dense subgraph, its dense inputs, and a line for each part of the example that requests do not bring.
 
         Raises:
-            ModelError: it cannot be served, naming the line.
+            ModelError: the model cannot be served, naming the line.
         """
+        self._expect_no_autocast(model)
+        module, used, outputs = lower_to_torchscript(model, self.graph, self.signature, self.collections)
+        self._expect_requests_bring(model, used)
+        paths = [path for path in used if isinstance(path, str) and path != EMBEDDINGS]
+        dense_inputs = self._dense_inputs(paths, used)
+        for wrong in wrong_names([dense.name for dense in dense_inputs], [*outputs]):
+            raise ModelError(f"{type(model).__name__}: {wrong}")
+
+        def eager_answer(eager_model: nn.Module, inputs: DenseInputs) -> Mapping[str, Tensor]:
+            by_sample = {path: self._repeated(path, inputs.samples) for path in self.signature.by_sample}
+            for path, tensor in zip(paths, inputs.dense, strict=True):
+                by_sample[path] = tensor.to(self.signature.by_sample[path].dtype)
+            call = self.signature.called(inputs.samples, inputs.bags, by_sample)
+            tensors, _ = named_outputs(eager_model, call.answer_of(eager_model), Tensor)
+            return {name: tensors[name].movedim(output.dim, 0) for name, output in outputs.items()}
+
+        subgraph = DenseSubgraph(
+            module,
+            tuple(paths),
+            tuple(outputs),
+            eager_answer,
+            jagged=tuple(_jagged(used)),
+            by_id={name: output.key for name, output in outputs.items() if output.key is not None},
+            is_timeless=True,
+        )
+        return subgraph, dense_inputs, [*self._notes(used, outputs)]
+
+    def probe_inputs(self, subgraph: DenseSubgraph) -> DenseInputs:
+        """The inputs of the dense part for samples drawn from the example, with random embeddings and rows.
+
+        Lengths are fixed for keys that the forward makes itself, and for keys that the dense part takes.
+        """
+        key_of_feature = keys_of_features(self.collections)
+        used = {self.signature.key_of(jagged, key_of_feature) for jagged in subgraph.jagged}
+        fixed = {
+            key: count for key, count in self.signature.fixed.items() if key in used or key in self.signature.placed
+        }
+        signature = replace(self.signature, fixed=fixed)
+        return _random_inputs(signature, self.collections, _PROBE_SAMPLES, subgraph.input_names)
+
+    def _expect_no_autocast(self, model: nn.Module) -> None:
         for node in self.graph.module.graph.nodes:
             if "autocast" in str(node.target):
                 raise ModelError(
                     f"{type(model).__name__}: its forward enters autocast: expected `.to(dtype)` of what is to be in "
                     "another dtype; or none, and dense_dtype (--dense-dtype)"
                 )
-        module, taken, outputs = lower_to_torchscript(model, self.graph, self.signature, self.collections)
-        self._expect_looked_up(model, taken)
-        paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
+
+    def _dense_inputs(self, paths: Iterable[str], used: tuple[Input, ...]) -> tuple[DenseInput, ...]:
+        """The dense inputs with a row for each sample, then those with a row for each id of a key."""
         nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
-        arguments = dict(zip(self.graph.inputs, nodes, strict=True))
-        dense = tuple(_dense_input(path, self.signature.by_sample[path], arguments[path]) for path in paths)
-        bags, of_ids = self.signature.bags(), self.signature.numbers
-        dense += tuple(
-            _dense_input(of.name, bags[of.name].ids, arguments[of], of_ids[of.name]) for of in _numbers(taken)
+        placeholders = dict(zip(self.graph.inputs, nodes, strict=True))
+        bags = self.signature.bags()
+        return (
+            *(_dense_input(path, self.signature.by_sample[path], placeholders[path]) for path in paths),
+            *(
+                _dense_input(
+                    jagged.name, bags[jagged.name].ids, placeholders[jagged], self.signature.numbers[jagged.name]
+                )
+                for jagged in _numbers(used)
+            ),
         )
-        for wrong in wrong_names([each.name for each in dense], [*outputs]):
-            raise ModelError(f"{type(model).__name__}: {wrong}")
-        jagged = tuple(each for each in taken if isinstance(each, JaggedInput))
-
-        def answer(of: nn.Module, given: DenseInputs) -> Mapping[str, Tensor]:
-            by_sample = {path: self._repeated(path, given.samples) for path in self.signature.by_sample}
-            by_sample |= {
-                path: numbers.to(self.signature.by_sample[path].dtype)
-                for path, numbers in zip(paths, given.dense, strict=True)
-            }
-            call = self.signature.called(given.samples, given.bags, by_sample)
-            found, _ = named_outputs(of, call.answer_of(of), Tensor)
-            return {name: found[name].movedim(each.dim, 0) for name, each in outputs.items()}
-
-        by_id = {name: each.key for name, each in outputs.items() if each.key is not None}
-        cut = DenseSubgraph(module, tuple(paths), tuple(outputs), answer, jagged, by_id, is_timeless=True)
-        return cut, dense, [*self._said(taken, outputs)]
 
     def _repeated(self, path: str, samples: int) -> Tensor:
-        old = self.signature.by_sample[path]
-        return old[torch.arange(samples) % self.signature.samples].clone()
+        """A tensor of the example for any number of samples."""
+        tensor = self.signature.by_sample[path]
+        return tensor[torch.arange(samples) % self.signature.samples].clone()
 
-    def _expect_looked_up(self, model: nn.Module, taken: tuple[Input, ...]) -> None:
+    def _expect_requests_bring(self, model: nn.Module, used: tuple[Input, ...]) -> None:
+        """Refuse a dense part that takes ids, lengths or weights which requests do not bring."""
         keys = {key for columns in self.collections.values() for key in columns.keys}
         features = {name for columns in self.collections.values() for name in columns.features}
-        weighted = {key for each, columns in self.collections.items() if takes_weights(each) for key in columns.keys}
-        for each in (each for each in taken if isinstance(each, JaggedInput)):
-            if each.kind is JaggedKind.WEIGHTS and each.name in keys - weighted:
+        weighted_keys = {
+            key
+            for collection, columns in self.collections.items()
+            if takes_weights(collection)
+            for key in columns.keys
+        }
+        for jagged in _jagged(used):
+            name = jagged.name
+            if jagged.kind is JaggedKind.WEIGHTS and name in keys - weighted_keys:
                 raise ModelError(
-                    f"{type(model).__name__}: uses the weights of {each.name!r}, and the collection that looks it up "
+                    f"{type(model).__name__}: uses the weights of {name!r}, and the collection that looks it up "
                     "takes none (is_weighted): no request would bring them: give them as the values of a "
                     "JaggedTensor of their own"
                 )
-            if each.name in keys | features or each.kind is JaggedKind.NUMBERS:
-                continue
-            if sum(each.name in kjt.keys() for kjt in self.signature.keyed.values()) > 1:  # noqa: SIM118  no mapping
-                why = "of several KeyedJaggedTensors: a request brings it once: expected a key of its own in each"
-            elif each.kind is JaggedKind.WEIGHTS:
-                why = "for its weights, and no collection looks it up: requests bring weights of ids alone"
-            elif each.kind is JaggedKind.LENGTHS and ids_of(each.name) not in taken:
-                raise ModelError(
-                    f"{type(model).__name__}: uses how many numbers {each.name!r} has in each sample, and none of "
-                    "these: no request would say it: give it as a tensor [B]"
-                )
-            else:
-                why = (
-                    f"which no collection looks up, and {self.undecided.get(each.name, 'it is of no key')}: requests "
-                    "bring ids of tables; a number for each id of one key, whose rows the forward puts it beside "
-                    "(rows.values() * numbers.values(), or both padded); and tensors of one shape for each sample: "
-                    f"give it as one of these, such as a tensor [B, n] that {each.name!r} is padded to before the "
-                    "model (to_padded_dense)"
-                )
-            raise ModelError(f"{type(model).__name__}: uses {each.name!r}, {why}")
+            if name not in keys | features and jagged.kind is not JaggedKind.NUMBERS:
+                raise ModelError(f"{type(model).__name__}: uses {self._why_not_brought(jagged, used)}")
 
-    def _said(self, taken: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
+    def _why_not_brought(self, jagged: JaggedInput, used: tuple[Input, ...]) -> str:
+        name = jagged.name
+        if sum(name in kjt.keys() for kjt in self.signature.keyed.values()) > 1:  # noqa: SIM118  no mapping
+            return (
+                f"{name!r}, of several KeyedJaggedTensors: a request brings it once: expected a key of its own in "
+                "each"
+            )
+        if jagged.kind is JaggedKind.WEIGHTS:
+            return f"{name!r}, for its weights, and no collection looks it up: requests bring weights of ids alone"
+        if jagged.kind is JaggedKind.LENGTHS and ids_of(name) not in used:
+            return (
+                f"how many numbers {name!r} has in each sample, and none of these: no request would say it: give it "
+                "as a tensor [B]"
+            )
+        return (
+            f"{name!r}, which no collection looks up, and {self.undecided.get(name, 'it is of no key')}: requests "
+            "bring ids of tables; a number for each id of one key, whose rows the forward puts it beside "
+            "(rows.values() * numbers.values(), or both padded); and tensors of one shape for each sample: give it "
+            f"as one of these, such as a tensor [B, n] that {name!r} is padded to before the model (to_padded_dense)"
+        )
+
+    def _notes(self, used: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
         signature = self.signature
-        places = {each.path for each in signature.placed.values()}
-        unused = [path for path in signature.by_sample if path not in taken and path not in places]
+        paths_of_ids = {places.path for places in signature.placed.values()}
+        unused = [path for path in signature.by_sample if path not in used and path not in paths_of_ids]
         if unused:
             yield f"example: requests do not bring {', '.join(unused)}: no score needs it"
         if signature.constants:
             yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
         if signature.checks.lines:
             yield f"example: requests are not checked as the forward does{' and'.join(signature.checks.lines)}"
-        if left := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
-            yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample, or id"
-        yield from (f"example: {each}" for each in renamed_outputs(outputs))
-        for name, answer in outputs.items():
-            if answer.dim:
-                yield f"example: the output {name} has its rows in dimension {answer.dim}: they come first in answers"
-        for each in _numbers(taken):
-            key = signature.numbers[each.name]
-            yield f"example: {each.name} has a row for each id of {key}, and comes as a dense input"
-
-    def given(self, cut: DenseSubgraph) -> DenseInputs:
-        """What the dense part is given for rows of the example, drawn from its samples, with random embeddings.
-
-        Its keys of fixed length are those that the forward makes itself, and those of which the dense part takes any.
-        """
-        features = keys_of_features(self.collections)
-        kept = {*self.signature.placed, *(self.signature.key_of(each, features) for each in cut.jagged)}
-        fixed = {key: count for key, count in self.signature.fixed.items() if key in kept}
-        return _given(replace(self.signature, fixed=fixed), self.collections, _PROBED, cut.inputs)
+        if left_out := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
+            yield f"example: the outputs {', '.join(left_out)} are left out: they have no row for each sample, or id"
+        yield from (f"example: {line}" for line in renamed_outputs(outputs))
+        for name, output in outputs.items():
+            if output.dim:
+                yield f"example: the output {name} has its rows in dimension {output.dim}: they come first in answers"
+        for jagged in _numbers(used):
+            key = signature.numbers[jagged.name]
+            yield f"example: {jagged.name} has a row for each id of {key}, and comes as a dense input"
 
 
-def _numbers(taken: Iterable[Input]) -> Iterator[JaggedInput]:
-    """The dense inputs with a row for each id of a key, of what a program takes."""
-    yield from (each for each in taken if isinstance(each, JaggedInput) and each.kind is JaggedKind.NUMBERS)
-
-
-def trace_example(model: nn.Module, collections: Collections, example: Example) -> FromExample:
-    """Follow a model from one call of it, and see that ids reach its collections unchanged.
+def trace_example(model: nn.Module, collections: Collections, example: Example) -> TracedExample:
+    """Trace a model from one call of it, and check that ids reach its collections unchanged.
 
     Args:
         model: a copy.
@@ -166,7 +194,7 @@ def trace_example(model: nn.Module, collections: Collections, example: Example) 
         example: the call.
 
     Raises:
-        ModelError: it cannot be followed, or changes ids; naming the line.
+        ModelError: the model cannot be traced, or changes ids; naming the line.
     """
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -175,127 +203,142 @@ def trace_example(model: nn.Module, collections: Collections, example: Example) 
                 "expected the module that it was made of"
             )
     signature = read_signature(model, collections, example)
-    inputs, found = _followed(model, collections, signature)
-    owners = _owners(signature, found, collections)
+    inputs, graph = _trace(model, collections, signature)
+    owners = _owners(signature, graph, collections)
     if owners.keys:
         signature = replace(signature, numbers=owners.keys)
-        inputs, found = _followed(model, collections, signature)
-    sizes = Sizes(found.module.graph, found.inputs, signature, keys_of_features(collections))
+        inputs, graph = _trace(model, collections, signature)
+    sizes = Sizes(graph.module.graph, graph.inputs, signature, keys_of_features(collections))
     signature = replace(signature, fixed=sizes.fixed(), first=sizes.first())
-    signature = with_shared_lengths(signature, found, inputs, collections)
-    signature = locate_ids(model, signature, found, inputs, collections)
-    return FromExample(signature, found, collections, owners.undecided)
+    signature = with_shared_lengths(signature, graph, inputs, collections)
+    signature = locate_ids(model, signature, graph, inputs, collections)
+    return TracedExample(signature, graph, collections, owners.undecided)
 
 
-def _owners(signature: Signature, found: TracedModel, collections: Collections) -> KeysOfInputs:
-    """Which keys the numbers are of that no collection looks up. The graph takes lengths of their own."""
-    graph, features = found.module.graph, keys_of_features(collections)
-    nodes = (node for node in graph.nodes if node.op == "placeholder")
-    key_of = {each: signature.key_of(each, features) for each in found.inputs if isinstance(each, JaggedInput)}
-    inputs = dict(zip(nodes, found.inputs, strict=True))
-    return find_keys_of_inputs(graph, inputs, key_of, signature.unkeyed, signature.parts, signature.bags())
+def _jagged(used: Iterable[Input]) -> Iterator[JaggedInput]:
+    """The ids, lengths, weights, rows and numbers among the inputs of a dense part."""
+    return (each for each in used if isinstance(each, JaggedInput))
 
 
-def _followed(
+def _numbers(used: Iterable[Input]) -> Iterator[JaggedInput]:
+    """The dense inputs with a row for each id of a key, among the inputs of a dense part."""
+    return (jagged for jagged in _jagged(used) if jagged.kind is JaggedKind.NUMBERS)
+
+
+def _owners(signature: Signature, graph: TracedModel, collections: Collections) -> KeysOfInputs:
+    """The key of each JaggedTensor that no collection looks up. The graph takes the lengths of each."""
+    key_of_feature = keys_of_features(collections)
+    nodes = (node for node in graph.module.graph.nodes if node.op == "placeholder")
+    keys = {jagged: signature.key_of(jagged, key_of_feature) for jagged in _jagged(graph.inputs)}
+    inputs = dict(zip(nodes, graph.inputs, strict=True))
+    return find_keys_of_inputs(graph.module.graph, inputs, keys, signature.unkeyed, signature.parts, signature.bags())
+
+
+def _trace(
     model: nn.Module, collections: Collections, signature: Signature
 ) -> tuple[dict[Input, Tensor], TracedModel]:
-    """An example of the inputs of a graph, and the graph."""
-    inputs = _inputs(signature, collections)
+    """Example inputs of a graph, and the graph."""
+    inputs = _graph_inputs(signature, collections)
     errors: list[ModelError] = []
-    for counts in _counts(signature, collections):
+    for counts in _fixed_counts(signature, collections):
         try:
             return inputs, trace_model(model, collections, signature, inputs, counts)
         except ModelError as error:
             errors.append(error)
-    raise ModelError(f"{errors[0]}{_advice_for_flat(signature)}") from errors[0]
+    raise ModelError(f"{errors[0]}{_advice_for_flat_tensor(signature)}") from errors[0]
 
 
-def _advice_for_flat(signature: Signature) -> str:
-    """What to do about a tensor of the example that seems to have a number for each id of a key; "" without one."""
-    counts = {len(bag.ids): key for key, bag in signature.bags().items()}
+def _advice_for_flat_tensor(signature: Signature) -> str:
+    """What to do about a tensor of the example that seems to have a number for each id of a key, or ""."""
+    key_of_count = {len(bag.ids): key for key, bag in signature.bags().items()}
     for path in signature.constants:
         leaf = signature.call.leaves[path]
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in counts:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in key_of_count:
             return (
                 f": {path!r} stays as it is in the example: if it has a number for each id of "
-                f"{counts[leaf.shape[0]]!r}, give it as a JaggedTensor with the lengths of these"
+                f"{key_of_count[leaf.shape[0]]!r}, give it as a JaggedTensor with the lengths of these"
             )
     return ""
 
 
-def _counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:
-    """Of which keys a forward is followed for as many ids in each sample as the example has: of none; of those whose
-    rows it gets; of all."""
-    bags = {key: bag for key, bag in signature.bags().items() if key not in signature.unkeyed}
-    lengths = {key: {*bag.lengths.tolist()} for key, bag in bags.items()}
-    every = {key: int(found.pop()) for key, found in lengths.items() if len(found) == 1 and 0 not in found}
-    with_rows = {key for columns in collections.values() if not columns.spans for key in columns.keys}
-    of_rows = {key: count for key, count in every.items() if key in with_rows}
-    return [{}, *(counts for counts in (of_rows, every if every != of_rows else {}) if counts)]
+def _fixed_counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:
+    """The keys that are traced for the number of ids in each sample that the example has: none, then those whose rows
+    the forward gets, then all."""
+    every: dict[str, int] = {}
+    for key, bag in signature.bags().items():
+        lengths = {*bag.lengths.tolist()}
+        if key not in signature.unkeyed and len(lengths) == 1 and 0 not in lengths:
+            every[key] = int(lengths.pop())
+    keys_with_rows = {key for columns in collections.values() if not columns.spans for key in columns.keys}
+    with_rows = {key: count for key, count in every.items() if key in keys_with_rows}
+    return [{}, *(counts for counts in (with_rows, every if every != with_rows else {}) if counts)]
 
 
-def _dense_input(path: str, old: Tensor, argument: fx.Node, key: str | None = None) -> DenseInput:
-    if old.is_complex():
-        raise ModelError(f"{path}: expected real numbers, which requests bring, got {old.dtype}: give both parts")
-    if old.dtype is torch.float64 and not torch.equal(large := old[old.abs() > 2**24], large.float().double()):
-        raise ModelError(
-            f"{path}: has float64 numbers above 2**24, such as {large[0].item()}: requests bring FP32, which rounds "
-            "them: give integers, such as whole seconds, or the difference from a number that is near"
-        )
-    dtype = InputDtype.FP32 if old.dtype in _FLOATS else _integers_of(old.dtype)
+def _dense_input(path: str, tensor: Tensor, placeholder: fx.Node, key: str | None = None) -> DenseInput:
+    if tensor.is_complex():
+        raise ModelError(f"{path}: expected real numbers, which requests bring, got {tensor.dtype}: give both parts")
+    if tensor.dtype is torch.float64:
+        large = tensor[tensor.abs() > 2**24]
+        if not torch.equal(large, large.float().double()):
+            raise ModelError(
+                f"{path}: has float64 numbers above 2**24, such as {large[0].item()}: requests bring FP32, which "
+                "rounds them: give integers, such as whole seconds, or the difference from a number that is near"
+            )
+    dtype = InputDtype.FP32 if tensor.dtype in _FLOATS else _integer_dtype(tensor.dtype)
     if dtype is None:
-        takes = ", ".join(
-            str(each).removeprefix("torch.") for each in (*_FLOATS, *INPUT_DTYPES) if each != np.float32
-        )
-        raise ModelError(f"{path}: expected one of {takes}, got {old.dtype}: give another")
-    rows = rows_read_by(argument) if dtype.is_integer else None
-    return DenseInput(path, tuple(old.shape[1:]), dtype, rows, key)
+        known = [*_FLOATS, *(each for each in INPUT_DTYPES if each != np.float32)]
+        expected = ", ".join(str(each).removeprefix("torch.") for each in known)
+        raise ModelError(f"{path}: expected one of {expected}, got {tensor.dtype}: give another")
+    rows = rows_read_by(placeholder) if dtype.is_integer else None
+    return DenseInput(path, tuple(tensor.shape[1:]), dtype, rows, key)
 
 
-# What travels as FP32.
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _integers_of(dtype: torch.dtype) -> InputDtype | None:
-    """None: there is none, or numpy has no such dtype."""
-    with suppress(TypeError):
+def _integer_dtype(dtype: torch.dtype) -> InputDtype | None:
+    """The dtype of an input of integers or booleans, or None if requests cannot bring it."""
+    with suppress(TypeError):  # numpy lacks some dtypes of torch
         return INPUT_DTYPES.get(torch.zeros((), dtype=dtype).numpy().dtype)
     return None
 
 
-def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tensor]:
-    """All that a request may bring, for some rows of the example; embeddings and rows are random."""
-    given = _given(signature, collections, _FOLLOWED, tuple(signature.by_sample))
-    found: dict[Input, Tensor] = {EMBEDDINGS: given.embeddings}
-    found |= dict(zip(signature.by_sample, given.dense, strict=True))
-    for key, bag in given.bags.items():
+def _graph_inputs(signature: Signature, collections: Collections) -> dict[Input, Tensor]:
+    """All that a request may bring, for samples of the example, with random embeddings and rows."""
+    probe = _random_inputs(signature, collections, _TRACED_SAMPLES, tuple(signature.by_sample))
+    inputs: dict[Input, Tensor] = {EMBEDDINGS: probe.embeddings}
+    inputs |= dict(zip(signature.by_sample, probe.dense, strict=True))
+    for key, bag in probe.bags.items():
         if key in signature.fixed:
             continue
         if key in signature.numbers:
-            found[numbers_of(key)] = bag.ids
+            inputs[numbers_of(key)] = bag.ids
         else:
-            found |= {ids_of(key): bag.ids, lengths_of(key): bag.lengths}
+            inputs[ids_of(key)] = bag.ids
+            inputs[lengths_of(key)] = bag.lengths
         if bag.weights is not None:
-            found[weights_of(key)] = bag.weights
-    return found | {rows_of(name): rows for name, rows in given.rows.items()}
+            inputs[weights_of(key)] = bag.weights
+    return inputs | {rows_of(name): rows for name, rows in probe.rows.items()}
 
 
-def _given(signature: Signature, collections: Collections, samples: int, dense: tuple[str, ...]) -> DenseInputs:
+def _random_inputs(
+    signature: Signature, collections: Collections, samples: int, input_names: tuple[str, ...]
+) -> DenseInputs:
+    """Inputs of a dense part: samples drawn from the example, each once or more, with random embeddings and rows."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(signature.samples, (samples,), generator=generator)
     chosen[: signature.samples] = torch.arange(min(samples, signature.samples))
-    bags = {key: _followable(bag.at(chosen)) for key, bag in signature.bags().items()}
+    bags = {key: _traceable(bag.at(chosen)) for key, bag in signature.bags().items()}
     width = max((last for columns in collections.values() for _, last in columns.spans), default=0)
-    keys, rows = dict[str, str](), dict[str, Tensor]()
+    keys: dict[str, str] = {}
+    rows: dict[str, Tensor] = {}
     for columns in collections.values():
-        if not columns.spans:
-            for feature, key, dim in zip(columns.features, columns.keys, columns.dims, strict=True):
-                keys[feature] = key
-                count = len(bags[key].ids) if key in bags else signature.fixed[key] * samples
-                rows[feature] = torch.randn(count, dim, generator=generator)
+        if columns.spans:
+            continue
+        for feature, key, dim in zip(columns.features, columns.keys, columns.dims, strict=True):
+            keys[feature] = key
+            count = len(bags[key].ids) if key in bags else signature.fixed[key] * samples
+            rows[feature] = torch.randn(count, dim, generator=generator)
     return DenseInputs(
         torch.randn(samples, width, generator=generator),
-        tuple(signature.by_sample[path][chosen] for path in dense),
+        tuple(signature.by_sample[path][chosen] for path in input_names),
         bags,
         rows,
         {**keys, **signature.numbers},
@@ -304,8 +347,8 @@ def _given(signature: Signature, collections: Collections, samples: int, dense: 
     )
 
 
-def _followable(bag: Bag) -> Bag:
-    """A bag with two ids or more: torch.export takes 0 and 1 for numbers that never change."""
+def _traceable(bag: Bag) -> Bag:
+    """A bag with two ids or more: torch.export takes the sizes 0 and 1 for constants."""
     if len(bag.ids) > 1:
         return bag
     ids = bag.ids.new_zeros(len(bag.lengths), *bag.ids.shape[1:])

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
-from export.scores.dense_inputs import merge_adjacent_columns
-from export.scores.split_at_collections import changes_inputs
+from export.scores.merge_columns import merge_adjacent_columns
+from export.scores.written_inputs import writes_to_inputs
 from serving.engine import Engine
 from serving.lookup.program import load_fbgemm
 from tests.support.models import collection
@@ -88,7 +88,7 @@ def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
         module = random_steps(random, writes=writes)
         light = merge_adjacent_columns(module, WIDTH)
         given = torch.from_numpy(random.random((3, WIDTH), np.float32))
-        if changes_inputs(light, [given]):
+        if writes_to_inputs(light, [given]):
             kept += 1
             continue
         fewer += joined(light) < joined(module)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRMTrain
 
@@ -105,6 +107,40 @@ class NotInTorchScript(_Model):
         return logits.sum(axis=1, keepdims=True)  # type: ignore[call-overload,no-any-return]  # to blame
 
 
+class InBfloat16(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.logits(ids).bfloat16()  # to blame
+
+
+class InBool(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.logits(ids).bool()  # to blame
+
+
+class ReadsNormedWeight(_Model):
+    """A weight of a layer whose forward it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = weight_norm(self.over)
+
+    def logits(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.bags(ids).values() @ self.over.weight.t()  # type: ignore[no-any-return]  # to blame
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.logits(ids)
+
+
+class Normed(_Model):
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.last = nn.Sequential(norm(nn.Linear(1, 1)))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        scores: Tensor = self.last(self.logits(ids))  # to blame
+        return scores
+
+
 class OutOfReach(_Model):
     def forward(self, ids: KeyedJaggedTensor, price: Tensor) -> Tensor:
         return self.logits(ids) + price.log()
@@ -138,6 +174,23 @@ class OutOfReach(_Model):
             NotInTorchScript,
             "NotInTorchScript: its forward cannot be compiled: Arguments for call are not valid: `sum_1 = {line}",
         ),
+        (
+            InBfloat16,
+            "InBfloat16: its forward calls .bfloat16(){line}: expected a method that TorchScript has: write "
+            ".to(torch.bfloat16), or give an example",
+        ),
+        (
+            InBool,
+            "InBool: its forward calls .bool(){line}: expected a method that TorchScript has: write .to(torch.bool)",
+        ),
+        (
+            ReadsNormedWeight,
+            "ReadsNormedWeight: its forward uses over (ParametrizedLinear){line}, whose weight is computed in each call: "
+            "expected a plain weight, which TorchScript can compile: call "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') before the export, or give an example",
+        ),
+        (lambda: Normed(weight_norm), "Normed: its forward uses last.0 (ParametrizedLinear){line}, whose weight"),
+        (lambda: Normed(spectral_norm), "Normed: its forward uses last.0 (ParametrizedLinear){line}, whose weight"),
         (OutOfReach, "dense input 'price': its width cannot be read off an nn.Linear that takes it"),
         (lambda: DLRMTrain(dlrm()), "DLRMTrain: uses 'batch' beside its collections, too"),
         (even, "expected one module around all collections, with scores, found EmbeddingBagCollection"),
@@ -160,8 +213,24 @@ def test_what_is_not_known_to_be_served_right_is_refused(
         lines, first = inspect.getsourcelines(type(module))
         (blamed,) = (number for number, line in enumerate(lines) if "# to blame" in line)
         assert f" at {Path(__file__)}, line {first + blamed}: `{lines[blamed].strip()}`" in message
-    assert "--scores" in message or "rename it" in message or "--dense-width" in message
+    assert "--scores" in message or "--example" in message or "rename it" in message or "--dense-width" in message
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+def test_layers_with_parametrizations_are_served_as_the_refusal_says(norm: Any, tmp_path: Path) -> None:
+    def plain(layer: nn.Module) -> nn.Module:
+        return remove_parametrizations(norm(layer), "weight")
+
+    ids = KeyedJaggedTensor(["f0", "f1", "f2", "f3"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int32))
+    assert export_model(Normed(plain).eval(), tmp_path, "plain", EXACT).exists()
+    assert export_model(Normed(norm).eval(), tmp_path, "traced", EXACT, example=(ids,)).exists()
+
+
+def test_a_parametrization_outside_the_forward_is_no_matter(tmp_path: Path) -> None:
+    model = Normed(lambda layer: layer)
+    model.unused = weight_norm(nn.Linear(2, 2))
+    assert export_model(model, tmp_path, "m", EXACT).exists()
 
 
 def test_arguments_that_are_not_used_keep_their_defaults(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""The columns of each collection and feature in the embeddings of a bundle."""
+
+import numpy as np
+from torch import nn
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+from export.capture.stub_collections import Columns
+from export.trained.managed import inner_of, is_sequence
+from export.trained.tables import Trained
+from serving.bundle.manifest import Manifest
+
+
+def collection_columns(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
+    """The columns of each collection in the embeddings of the bundle."""
+    spans = spans_of_features(manifest)
+    dims = {
+        feature.name: table.dim for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+    }
+    columns = {}
+    for path, tables in trained.by_collection.items():
+        collection = trained.found.collections[path]
+        _, inner = inner_of(collection)
+        configs = inner.embedding_configs() if is_sequence(collection) else inner.embedding_bag_configs()
+        features = [name for table in tables for name in table.features]
+        columns[collection] = Columns(
+            names=[name for names in get_embedding_names_by_table(configs) for name in names],
+            features=features,
+            keys=[key for table in tables for key in table.keys],
+            dims=[dims[name] for name in features],
+            spans=[] if is_sequence(collection) else [spans[name] for name in features],
+        )
+    return columns
+
+
+def spans_of_features(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """The columns of each pooled feature in the embeddings of a request, [first, last)."""
+    dims = {
+        feature.name: table.dim
+        for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+        if not table.is_sequence
+    }
+    ends = np.cumsum([*dims.values()]).tolist()
+    return {name: (end - dim, end) for (name, dim), end in zip(dims.items(), ends, strict=True)}

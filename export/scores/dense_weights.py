@@ -1,0 +1,108 @@
+"""The weights of a dense part, and their dtype."""
+
+import copy
+import operator
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import quantize_dynamic
+from torch.fx.node import map_aggregate
+
+from export.errors import CheckpointError, QuantizeError
+from export.scores.dense_subgraph import DenseSubgraph
+from export.scores.written_inputs import cast_of_input
+from export.trained.checkpoint import Checkpoint
+from export.trained.model_weights import take_place
+from export.trained.running import copied, dotted
+from serving.bundle.scores import DenseDtype
+
+
+def with_weights(
+    subgraph: DenseSubgraph, path: str, collections: Iterable[str], checkpoint: Checkpoint | None
+) -> fx.GraphModule:
+    """A copy of a dense subgraph on the CPU, with the weights that serve.
+
+    Args:
+        subgraph: has all weights but those of its collections.
+        path: of its model in the module that the caller passed.
+        collections: paths of the collections. A forward may read a table of a collection directly.
+        checkpoint: has the weights of the collections. None: the model has them itself.
+
+    Raises:
+        CheckpointError: a weight is missing.
+    """
+    module = cast(fx.GraphModule, copied(subgraph.module, ()).eval())
+    prefixes = tuple(f"{dotted(collection)}." for collection in collections)
+    for name, weight in [*module.named_parameters(), *module.named_buffers()]:
+        key = dotted(path, name)
+        if checkpoint is not None and key.startswith(prefixes):
+            take_place(module, weight, checkpoint.tensor(key, weight))
+        elif weight.is_meta:
+            raise CheckpointError(
+                f"a buffer of the dense part, {key!r}, is on the meta device, and its numbers are in no checkpoint: "
+                "build the model with its tables alone on meta, as --checkpoint does"
+            )
+    return module.cpu()
+
+
+def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
+    """A dense part with weights of `dtype`. Its inputs and outputs keep their dtypes.
+
+    Args:
+        module: a dense part whose outputs end in a cast to their own dtypes.
+        dtype: BF16 computes everything in bfloat16. INT8 quantizes the weights of nn.Linear, and its inputs by the
+            range that they have in a batch.
+
+    Raises:
+        QuantizeError: INT8 cannot hold a weight.
+    """
+    if dtype is DenseDtype.FP32:
+        return module
+    module = copy.deepcopy(module)
+    return _quantized(module) if dtype is DenseDtype.INT8 else _in_bfloat16(module)
+
+
+def _quantized(module: nn.Module) -> nn.Module:
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Linear) and not torch.isfinite(layer.weight).all():
+            raise QuantizeError(
+                f"weights '{name}.weight': hold NaN or infinity, which INT8 does not have: find out how the "
+                "training made it, or keep them in FP32: --dense-dtype fp32"
+            )
+    with warnings.catch_warnings():
+        # torch 2.13 deprecates it, but models that torchao quantizes cannot be scripted.
+        warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
+        quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
+    return quantized
+
+
+def _in_bfloat16(module: fx.GraphModule) -> nn.Module:
+    nodes = list(module.graph.nodes)
+    if any(isinstance(node.target, torch._ops.OpOverloadPacket) for node in nodes):
+        for node in nodes:  # a graph of torch.export names the dtype of each node
+            node.args = map_aggregate(node.args, _bfloat16_for_float32)
+            node.kwargs = map_aggregate(node.kwargs, _bfloat16_for_float32)
+    else:
+        _cast_inputs_to_bfloat16(module)
+    module.recompile()
+    return module.bfloat16()
+
+
+def _bfloat16_for_float32(argument: Any) -> Any:
+    return torch.bfloat16 if argument is torch.float32 else argument
+
+
+def _cast_inputs_to_bfloat16(module: fx.GraphModule) -> None:
+    for placeholder in [node for node in module.graph.nodes if node.op == "placeholder"]:
+        cast_node = cast_of_input(placeholder)
+        if cast_node is not placeholder:  # the cast of the embeddings to float32
+            cast_node.target = "to"
+            cast_node.args = (placeholder, torch.bfloat16)
+            continue
+        with module.graph.inserting_after(placeholder):
+            narrow = module.graph.call_method("to", (placeholder, torch.bfloat16))
+        placeholder.replace_all_uses_with(narrow, partial(operator.is_not, narrow))

@@ -1,0 +1,165 @@
+"""Compare the scores of a model, of its dense part, and of what TorchScript compiled."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from export.batchability.probes import (
+    Numbers,
+    Rounding,
+    Run,
+    largest_difference,
+    rounding_limit,
+    scale_of,
+    split_sizes,
+)
+from export.capture.graph_inputs import DenseInputs
+from export.errors import ModelError, ParityError
+from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
+from export.scores.eager_model import model_errors
+from export.trained.running import quiet
+from serving.bundle.scores import SCORE_DTYPES, DenseDtype, ScoreOutput, ScoreParity
+
+
+def run_dense_part(model: nn.Module, module: nn.Module, subgraph: DenseSubgraph, inputs: DenseInputs) -> list[Tensor]:
+    """Run a dense part on copies of its inputs.
+
+    Args:
+        model: the model, for messages.
+        module: its dense part, compiled or not.
+        subgraph: names its outputs.
+        inputs: of the dense part.
+
+    Returns:
+        The outputs in order, [B, …], or [n, …] for an output with a row for each id of a key.
+
+    Raises:
+        ModelError: the dense part cannot be run, or an output has another number of rows.
+    """
+    failure = f"its forward cannot be run for {inputs.samples} samples behind its collections"
+    with torch.no_grad(), quiet(), model_errors(model, failure):
+        answer: list[Tensor] = list(module(*(tensor.clone() for tensor in inputs.tensors(subgraph.jagged))))
+    for name, output in zip(subgraph.output_names, answer, strict=True):
+        key = subgraph.by_id.get(name)
+        rows = inputs.samples if key is None else len(inputs.bags[key].ids)
+        if output.ndim == 0 or len(output) != rows:
+            unit = "samples" if key is None else f"ids of {key!r}"
+            raise ModelError(
+                f"{type(model).__name__}: output {name!r}: expected shape [{rows}, …] for {rows} {unit}, got "
+                f"{list(output.shape)}: {WAY_OUT}"
+            )
+    return answer
+
+
+def dense_part_scores(
+    model: nn.Module, module: nn.Module, subgraph: DenseSubgraph, inputs: DenseInputs
+) -> dict[str, Numbers]:
+    """The outputs of a dense part by name; arguments and errors as `run_dense_part`."""
+    answer = run_dense_part(model, module, subgraph, inputs)
+    return {name: output.cpu().numpy() for name, output in zip(subgraph.output_names, answer, strict=True)}
+
+
+def expect_model_scores(
+    model: nn.Module, eager: Mapping[str, Tensor], run: Run, probe: DenseInputs, *, is_usual: bool
+) -> None:
+    """Refuse a model whose dense part answers a probe differently than the model itself.
+
+    Args:
+        model: the model, for messages.
+        eager: what it answers, by output.
+        run: runs the dense part.
+        probe: inputs of the dense part.
+        is_usual: as of `Rounding`.
+
+    Raises:
+        ParityError: naming the output.
+    """
+    scores = run(probe)
+    rounding = Rounding(run, probe, scores, DenseDtype.FP32, is_usual=is_usual)
+    for name, tensor in eager.items():
+        numbers = tensor.numpy()
+        if not rounding.explains(name, numbers):
+            raise ParityError(
+                f"{type(model).__name__}: output {name!r}: what follows the collections answers otherwise than the "
+                f"model, by {largest_difference(scores[name], numbers):.3g}: something that a graph of its forward "
+                "does not have changes it, such as a hook, autocast, random numbers, += on a part of a tensor, or "
+                f"the fast path of nn.TransformerEncoder at padding (enable_nested_tensor=False): {WAY_OUT}"
+            )
+
+
+def expect_variation_scores(
+    model: nn.Module, variation: str, eager: Mapping[str, Tensor], scores: Mapping[str, Numbers]
+) -> None:
+    """Refuse a model whose dense part answers a variation of the example differently than the model itself.
+
+    Args:
+        model: the model, for messages.
+        variation: how the request differs from the example.
+        eager: what the model answers, by output.
+        scores: what its dense part answers.
+
+    Raises:
+        ParityError: naming the output and the variation.
+    """
+    for name, tensor in eager.items():
+        numbers = tensor.numpy()
+        if numbers.size == scores[name].size:  # .squeeze() may remove the dimension of one sample
+            numbers = numbers.reshape(scores[name].shape)
+        difference = largest_difference(scores[name], numbers)
+        if difference > rounding_limit(numbers, DenseDtype.FP32):
+            raise ParityError(
+                f"{type(model).__name__}: output {name!r}: its forward does something else for a request "
+                f"{variation}, by {difference:.3g}: expected the same steps for any number of samples and ids, also "
+                f"at padding (nn.TransformerEncoder: enable_nested_tensor=False): {WAY_OUT}"
+            )
+
+
+def measure_outputs(
+    model: nn.Module,
+    run: Run,
+    serve: Run,
+    probes: Sequence[DenseInputs],
+    dtype: DenseDtype,
+    by_id: Mapping[str, str],
+) -> tuple[ScoreOutput, ...]:
+    """The outputs of a dense part, with their parity for the first probe.
+
+    Args:
+        model: the model, for messages.
+        run: runs the dense part in FP32.
+        serve: runs what TorchScript compiled, with weights of `dtype`.
+        probes: inputs of the dense part.
+        dtype: of the weights that serve.
+        by_id: the key of each output with a row for each id of a key.
+
+    Raises:
+        ParityError: the compiled dense part answers differently, in FP32 for any probe; or its answer to the first
+            probe is not finite where the other is.
+    """
+    answers = [(run(probe), serve(probe)) for probe in probes]
+    compared = answers if dtype is DenseDtype.FP32 else answers[:1]
+    for probe, (exact, served) in zip(probes, compared, strict=False):
+        rounding = Rounding(run, probe, exact, dtype, is_usual=probe is probes[0])
+        for name, numbers in exact.items():
+            difference = largest_difference(served[name], numbers)
+            is_fp32 = dtype is DenseDtype.FP32
+            if not (rounding.explains(name, served[name]) if is_fp32 else np.isfinite(difference)):
+                raise ParityError(
+                    f"{type(model).__name__}: output {name!r}: compiled, it is off by {difference:.3g}, where the "
+                    f"largest is {scale_of(numbers):.3g}"
+                )
+    exact, served = answers[0]
+    probe = probes[0]
+    parts = [serve(probe.at(part)) for part in torch.split(torch.arange(probe.samples), split_sizes(probe.samples))]
+    outputs = []
+    for name, numbers in exact.items():
+        alone = np.concatenate([part[name] for part in parts])
+        parity = ScoreParity(
+            scale=scale_of(numbers),
+            scripted=largest_difference(served[name], numbers),
+            merged=largest_difference(served[name], alone),
+        )
+        outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name), SCORE_DTYPES[numbers.dtype]))
+    return tuple(outputs)
