@@ -27,17 +27,27 @@ _LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)[:-1]
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = None) -> dict[str, StoredTable]:
+class Archive(NamedTuple):
+    """The tensors of an archive, and the versions of the modules whose state dicts it has.
+
+    Attributes:
+        tensors: by key. A key in nested dicts is "outer.inner". If the archive is one tensor, its key is "". A tensor
+            that is not plain, such as a DTensor, refuses to be read.
+        versions: the version of each module by its path, with the names of outer dicts before it. `Module.state_dict`
+            notes them in the `_metadata` of its result; a copy of the items does not have them.
+    """
+
+    tensors: dict[str, StoredTable]
+    versions: dict[str, int]
+
+
+def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = None) -> Archive:
     """Find the tensors of the archive at bytes [start, start + length) of `file`.
 
     Args:
         file: the file.
         start: the archive's first byte.
         length: the archive's bytes. None: up to the end of the file.
-
-    Returns:
-        Tensors by key. A key in nested dicts is "outer.inner". If the archive is one tensor, its key is "". One that
-        is no plain tensor, such as a DTensor, refuses to be read.
 
     Raises:
         CheckpointError: there is no such archive, or it has no tensors but objects.
@@ -51,13 +61,13 @@ def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = No
         raise CheckpointError(f"{where}: its pickle is nested too deep") from error
     except Exception as error:  # a damaged zip file or pickle can raise anything
         raise CheckpointError(f"{where}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-    found, objects = _flatten(str(file.path), loaded)
-    if not found and objects:
+    archive, objects = _flatten(str(file.path), loaded)
+    if not archive.tensors and objects:
         raise CheckpointError(
             f"{file.path}: expected tensors and plain containers alone at byte {start}, found {objects[0]}, "
             f"which only running code could read: {_SAVE}"
         )
-    return found
+    return archive
 
 
 class _View(io.RawIOBase):
@@ -148,7 +158,13 @@ class _Storage(NamedTuple):
 
 
 class _Mapping(dict[object, object]):
-    """A dict. It drops items whose key is no plain value: the hash of deeply nested tuples overflows the stack."""
+    """A dict. It drops items whose key is no plain value: the hash of deeply nested tuples overflows the stack.
+
+    Attributes:
+        metadata: of a state dict, what `Module.state_dict` notes about each module, by its path.
+    """
+
+    metadata: "_Mapping | None" = None
 
     def __setitem__(self, key: object, value: object) -> None:
         if isinstance(key, str | int | float):
@@ -306,7 +322,11 @@ def _frozenset(unpickler: Any) -> object:
 
 
 def _build(unpickler: Any) -> None:
-    unpickler.stack.pop()  # attributes
+    attributes = unpickler.stack.pop()
+    target = unpickler.stack[-1]
+    if isinstance(target, _Mapping) and isinstance(attributes, _Mapping):
+        metadata = attributes.get("_metadata")
+        target.metadata = metadata if isinstance(metadata, _Mapping) else None
 
 
 _Unpickler.dispatch |= {
@@ -321,25 +341,29 @@ _Unpickler.dispatch |= {
 }
 
 
-def _flatten(where: str, loaded: object) -> tuple[dict[str, StoredTable], list[str]]:
-    """The tensors in nested dicts by their keys, and the names of what is neither a tensor nor a plain value."""
-    found: dict[str, StoredTable] = {}
+def _flatten(where: str, loaded: object) -> tuple[Archive, list[str]]:
+    """The tensors in nested dicts, and the names of what is neither a tensor nor a plain value."""
+    archive = Archive({}, {})
     objects = []
     waiting = [("", loaded, 0)]
     while waiting:
         key, value, depth = waiting.pop()
         if isinstance(value, InFile) or (isinstance(value, _Object) and value.is_tensor):
-            if key in found:
+            if key in archive.tensors:
                 raise CheckpointError(
                     f"{where}: has {key!r} twice, as a key and in dicts whose names make the same: save one of them"
                 )
-            found[key] = value if isinstance(value, InFile) else _not_plain(where, key, value.path)
+            archive.tensors[key] = value if isinstance(value, InFile) else _not_plain(where, key, value.path)
         elif isinstance(value, _Mapping) and depth < _DEEPEST:
-            inner = [(f"{key}.{name}" if depth else str(name), each, depth + 1) for name, each in value.items()]
+            inner = [(f"{key}.{name}" if depth else str(name), item, depth + 1) for name, item in value.items()]
             waiting += reversed(inner)
+            for path, about in (value.metadata or {}).items():
+                version = about.get("version") if isinstance(about, _Mapping) else None
+                if isinstance(version, int):
+                    archive.versions[f"{key}.{path}" if depth else str(path)] = version
         elif isinstance(value, _Object | _Name):
             objects.append(value.path)
-    return found, objects
+    return archive, objects
 
 
 def _not_plain(where: str, key: str, path: str) -> NotPlain:

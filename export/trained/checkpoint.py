@@ -18,7 +18,7 @@ from export.errors import CheckpointError
 from export.trained import dcp, safetensors_file
 from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFiles
-from export.trained.checkpoint_prefix import ModelKeys, Taken, take
+from export.trained.checkpoint_prefix import ModelKeys, Saved, Taken, take
 from export.trained.sources import InFile, StoredTable
 from export.trained.tables import TrainedTable
 
@@ -74,16 +74,25 @@ class Checkpoint:
         source: the file, folder or class with the rows, for messages.
         stored: every tensor that may be a table. Several threads read from them at once.
         files: the files that they are read from; None: they are in none.
+        versions: as `Archive.versions`. None: the checkpoint has to have every weight, whatever its module's version.
     """
 
     # Also of a class that reads rows in its own way.
     _files: CheckpointFiles | None = None
+    _versions: Mapping[str, int] | None = None
     _taken: Taken | None = None
 
-    def __init__(self, source: str, stored: Mapping[str, StoredTable], files: CheckpointFiles | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        stored: Mapping[str, StoredTable],
+        files: CheckpointFiles | None = None,
+        versions: Mapping[str, int] | None = None,
+    ) -> None:
         self._source = source
         self._stored = stored
         self._files = files
+        self._versions = versions
 
     @property
     def fingerprint(self) -> str | None:
@@ -111,8 +120,9 @@ class Checkpoint:
         """
         if type(self).rows is not Checkpoint.rows:  # a class that reads rows in its own way knows whose they are
             return self
-        taken = take(self._source, self._stored.keys(), keys, prefix)
+        taken = take(Saved(self._source, self._stored.keys(), self._versions), keys, prefix)
         stored = {key: self._stored[saved] for key, saved in taken.keys.items()}
+        stored |= {key: InMemory(keys.defaults[key]) for key in taken.defaults}
         for key, twins in keys.twins.items():
             for other in (each for each in twins if each in taken.keys and each != key):
                 if key in taken.keys and not _are_equal(stored[key], self._stored[taken.keys[other]]):
@@ -330,11 +340,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     index = _safetensors_index(path)
     if index is not None:
         files = CheckpointFiles(index.parent, safetensors_file.FILES)
-        return Checkpoint(str(path), safetensors_file.locate_in_set(files, index.name), files)
+        return Checkpoint(str(path), safetensors_file.locate_in_set(files, index.name), files, versions={})
     if path.is_file():
         files = CheckpointFiles(path.parent)
-        locate = safetensors_file.locate_in_file if path.suffix == ".safetensors" else locate_tensors
-        return Checkpoint(str(path), locate(files.open(path.name)), files)
+        if path.suffix == ".safetensors":
+            return Checkpoint(str(path), safetensors_file.locate_in_file(files.open(path.name)), files, versions={})
+        archive = locate_tensors(files.open(path.name))
+        return Checkpoint(str(path), archive.tensors, files, archive.versions)
     found = "a folder with neither" if path.is_dir() else "nothing"
     raise CheckpointError(
         f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {safetensors_file.INDEX}, found {found}"

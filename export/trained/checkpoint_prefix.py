@@ -1,13 +1,14 @@
 """Find the keys of a model in a checkpoint: all of them under one prefix, as load_state_dict(strict=True) takes them.
 
-Trainers save a model inside of dicts (`state_dict`, `model`), inside of other modules (`model.`), and inside of
-wrappers, which put a name of their own between two modules (`_orig_mod`, `module`). So a checkpoint may hold a model
-several times: an average, a teacher, another tower. Nothing but its keys says which one is meant. A missing key is
-never taken from another prefix, and of two prefixes that fit neither is taken.
+Trainers save a model in dicts (`state_dict`, `model`), in other modules (`model.`), and in wrappers, which put a name
+of their own between two modules (`_orig_mod`, `module`). So a checkpoint may hold several models: an average, a
+teacher, another tower. Only its keys tell them apart. A missing key is never taken from another prefix. If two
+prefixes fit, the checkpoint is refused.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -25,10 +26,12 @@ WRAPPERS = frozenset(
         "_forward_module",  # Lightning's Fabric
     }
 )
-# What trainers call the model itself, where they save others beside it.
+# What trainers call the model itself when they save others with it.
 _MODEL = WRAPPERS | {"model", "net", "network", "state_dict", "model_state_dict", "model_state"}
 # Keys that a message lists.
 _LISTED = 4
+# A buffer of batch normalization that state dicts of its version 1 do not have.
+COUNTER, _COUNTER_VERSION = "num_batches_tracked", 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +39,89 @@ class ModelKeys:
     """The keys that the state dict of a model has.
 
     Attributes:
-        needed: keys that a checkpoint must have, with what each is for messages, such as "table 'user'".
-        known: all keys of the model.
-        twins: keys of one tensor, by each of them. A checkpoint may have one of them alone.
-        is_whole: whether the modules that the model has are to have no other keys in the checkpoint. Tables alone are
-            right whatever is beside them.
+        needed: keys that a checkpoint must have, each with its description for messages, such as "table 'user'".
+        all: all keys of the model.
+        twins: all keys of a tensor, by each of its keys. A checkpoint needs only one of them.
+        is_whole: whether unexpected keys of the model's modules are refused. An export of tables alone ignores them.
+        defaults: the counters of batch normalization, which state dicts of its version 1 do not have.
         ignored: beginnings of keys that are never unexpected.
         narrow: the dtype of tensors that the model has in fewer bits than float32.
     """
 
     needed: Mapping[str, str]
-    known: Collection[str]
+    all: Collection[str]
     twins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_whole: bool = False
+    defaults: Mapping[str, torch.Tensor] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     narrow: Mapping[str, torch.dtype] = field(default_factory=dict)
 
+    def names(self, key: str) -> tuple[str, ...]:
+        """`key` and its twins."""
+        return (key, *self.twins.get(key, ()))
+
     def saved_as(self, key: str, keys: Collection[str]) -> str | None:
-        """`key`, or the first of its twins that is in `keys`. None: none is."""
-        return next((each for each in (key, *self.twins.get(key, ())) if each in keys), None)
+        """The first of `key` and its twins that is in `keys`, or None."""
+        return next((name for name in self.names(key) if name in keys), None)
+
+
+class Saved(NamedTuple):
+    """What a checkpoint has.
+
+    Attributes:
+        source: the checkpoint, for messages.
+        keys: its keys.
+        versions: the versions of modules, by their paths in the checkpoint. None: no missing key has a default.
+    """
+
+    source: str
+    keys: Collection[str]
+    versions: Mapping[str, int] | None = None
+
+    def has_default(self, key: str, model: ModelKeys, matched: Mapping[str, str]) -> bool:
+        """Whether load_state_dict gives a missing weight its default: the module has no version, or an older one.
+
+        Args:
+            key: the model's key of the weight.
+            model: the keys of the model.
+            matched: the checkpoint's key of each of the model's keys.
+        """
+        if self.versions is None or key not in model.defaults:
+            return False
+        paths = (_path_of_module(name, matched) for name in model.names(key))
+        return all(self._version_of(path) < _COUNTER_VERSION for path in paths if path is not None)
+
+    def _version_of(self, path: str) -> int:
+        # Hooks of wrappers take the wrapper's name out of keys, and leave it in the paths of versions.
+        versions = (version for other, version in (self.versions or {}).items() if _bare(other) == _bare(path))
+        return max(versions, default=0)
+
+
+def _path_of_module(counter: str, matched: Mapping[str, str]) -> str | None:
+    """The path in the checkpoint of the module that has a counter, by the key of another of its buffers."""
+    mean = matched.get(f"{counter.removesuffix(COUNTER)}running_mean")
+    return None if mean is None else mean.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What of a checkpoint is a model's.
+    """The part of a checkpoint that is a model's.
 
     Attributes:
-        prefix: of its keys, "" or with a dot at its end.
+        prefix: the prefix of its keys, "" or with a dot at its end.
         keys: the checkpoint's key of each of the model's keys that it has.
-        unused: how many tensors of the checkpoint are none of these.
+        defaults: keys that the checkpoint lacks and load_state_dict fills in.
+        unused: the number of other tensors in the checkpoint.
     """
 
     prefix: str
     keys: Mapping[str, str]
+    defaults: tuple[str, ...]
     unused: int
 
 
 class _Node:
-    """Keys that begin alike. `key`: the one that ends here."""
+    """A tree of keys by their names. `key` is the key that ends at this node, if there is one."""
 
     __slots__ = ("children", "key")
 
@@ -98,12 +146,12 @@ class _Node:
         return inner[0] if len(inner) == 1 else None
 
     def all(self) -> "Iterator[tuple[tuple[str, ...], _Node]]":
-        """This node and all below it, each with its names from here."""
-        waiting: list[tuple[tuple[str, ...], _Node]] = [((), self)]
-        while waiting:
-            path, node = waiting.pop()
+        """This node and all nodes below it, each with its path from this one."""
+        stack: list[tuple[tuple[str, ...], _Node]] = [((), self)]
+        while stack:
+            path, node = stack.pop()
             yield path, node
-            waiting += [((*path, name), child) for name, child in node.children.items()]
+            stack += [((*path, name), child) for name, child in node.children.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,183 +160,200 @@ class _Candidate:
 
     Attributes:
         path: the names of the prefix.
-        node: what the checkpoint has under it.
+        node: the checkpoint's keys under the prefix.
         keys: the checkpoint's key of each of the model's keys that it has.
         missing: needed keys that it lacks.
+        defaults: needed keys that it lacks and load_state_dict fills in.
     """
 
     path: tuple[str, ...]
     node: _Node
     keys: Mapping[str, str]
     missing: tuple[str, ...]
+    defaults: tuple[str, ...] = ()
 
     @property
     def prefix(self) -> str:
         return "".join(f"{name}." for name in self.path)
 
+    def order(self) -> tuple[int, int, tuple[str, ...]]:
+        """A key to sort candidates by: those that lack few keys first, then those with short prefixes."""
+        return len(self.missing), len(self.path), self.path
 
-def take(source: str, saved: Collection[str], model: ModelKeys, prefix: str | None = None) -> Taken:
+
+def take(saved: Saved, model: ModelKeys, prefix: str | None = None) -> Taken:
     """Find the prefix under which a checkpoint has all keys of a model.
 
     Args:
-        source: the checkpoint, for messages.
-        saved: its keys.
+        saved: the checkpoint.
         model: the keys to find.
         prefix: the prefix to take. None: the only one that fits.
 
     Raises:
-        CheckpointError: none fits, or several do; or the modules of the model have other keys there.
+        CheckpointError: no prefix fits, or several do; or the modules of the model have other keys there.
     """
-    root = _Node.of(saved)
-    candidates = _candidates(root, model)
-    chosen = _only(source, candidates, model) if prefix is None else _named(source, root, model, prefix)
+    root = _Node.of(saved.keys)
+    candidates = _candidates(saved, root, model)
+    chosen = _only(saved, candidates, model) if prefix is None else _named(saved, root, model, prefix)
     if chosen.missing:
-        others = [each for each in candidates if each.path[: len(chosen.path)] != chosen.path or not each.missing]
-        raise _missing(source, chosen, others, model, saved)
+        others = [
+            candidate
+            for candidate in candidates
+            if candidate.path[: len(chosen.path)] != chosen.path or not candidate.missing
+        ]
+        raise _missing(saved, chosen, others, model)
     if unexpected := _unexpected(chosen, model):
         raise CheckpointError(
-            f"{source}: unexpected keys under {chosen.prefix!r}: {_listed(unexpected)}: the model has none, or has "
-            "it already: expected the keys of its state dict, as load_state_dict(strict=True) does: build the model "
-            "as it was trained, or save it without them"
+            f"{saved.source}: unexpected keys under {chosen.prefix!r}: {_listed(unexpected)}: the model does not "
+            "have them, or has them already: expected the keys of its state dict, as load_state_dict(strict=True) "
+            "does: build the model as it was trained, or save it without them"
         )
-    used = {chosen.keys[each] for key in model.needed if (each := model.saved_as(key, chosen.keys)) is not None}
-    return Taken(chosen.prefix, chosen.keys, len(saved) - len(used | {*chosen.keys.values()}))
+    used = {chosen.keys[name] for key in model.needed if (name := model.saved_as(key, chosen.keys)) is not None}
+    unused = len(saved.keys) - len(used | {*chosen.keys.values()})
+    return Taken(chosen.prefix, chosen.keys, chosen.defaults, unused)
 
 
-def _candidates(root: _Node, model: ModelKeys) -> list[_Candidate]:
-    """All prefixes with a needed key, those that lack the fewest first. Of those with the same keys, the longest."""
-    wanted = _Node.of(dict.fromkeys((*model.needed, *model.known)))
-    found: dict[frozenset[tuple[str, str]], _Candidate] = {}
+def _candidates(saved: Saved, root: _Node, model: ModelKeys) -> list[_Candidate]:
+    """All prefixes with a needed key, ordered by their missing keys. Of prefixes with the same keys, the longest."""
+    by_keys: dict[frozenset[tuple[str, str]], _Candidate] = {}
+    model_root = _root_of(model)
     for path, node in root.all():
-        candidate = _candidate(path, node, wanted, model)
-        needed = frozenset((each, candidate.keys[each]) for each in _needed_in(candidate, model))
-        if needed and (needed not in found or len(path) > len(found[needed].path)):
-            found[needed] = candidate
-    return sorted(found.values(), key=lambda each: (len(each.missing), len(each.path), each.path))
+        candidate = _candidate(saved, path, node, model_root, model)
+        needed = frozenset((name, candidate.keys[name]) for name in _needed_in(candidate, model))
+        if needed and (needed not in by_keys or len(path) > len(by_keys[needed].path)):
+            by_keys[needed] = candidate
+    return sorted(
+        by_keys.values(), key=lambda candidate: (len(candidate.missing), len(candidate.path), candidate.path)
+    )
 
 
-def _candidate(path: tuple[str, ...], node: _Node, wanted: _Node, model: ModelKeys) -> _Candidate:
+def _root_of(model: ModelKeys) -> _Node:
+    return _Node.of(dict.fromkeys((*model.needed, *model.all)))
+
+
+def _candidate(saved: Saved, path: tuple[str, ...], node: _Node, model_root: _Node, model: ModelKeys) -> _Candidate:
     keys: dict[str, str] = {}
-    _match(wanted, node, keys)
-    return _Candidate(path, node, keys, tuple(key for key in model.needed if model.saved_as(key, keys) is None))
+    _match(model_root, node, keys)
+    lacking = [key for key in model.needed if model.saved_as(key, keys) is None]
+    defaults = tuple(key for key in lacking if saved.has_default(key, model, keys))
+    return _Candidate(path, node, keys, tuple(key for key in lacking if key not in defaults), defaults)
 
 
-def _match(wanted: _Node, node: _Node, keys: dict[str, str]) -> None:
-    """Note the keys of `node` that are those of `wanted`. A wrapper that either alone has is passed."""
-    if wanted.key is not None and node.key is not None:
-        keys[wanted.key] = node.key
-    if common := wanted.children.keys() & node.children.keys():
+def _match(model: _Node, node: _Node, keys: dict[str, str]) -> None:
+    """Add to `keys` the keys of `node` that are those of `model`. A wrapper that only one of them has is skipped."""
+    if model.key is not None and node.key is not None:
+        keys[model.key] = node.key
+    if common := model.children.keys() & node.children.keys():
         for name in common:
-            _match(wanted.children[name], node.children[name], keys)
-    elif wanted.children and node.wrapped is not None:
-        _match(wanted, node.wrapped, keys)
-    elif wanted.wrapped is not None and node.children:
-        _match(wanted.wrapped, node, keys)
+            _match(model.children[name], node.children[name], keys)
+    elif model.children and node.wrapped is not None:
+        _match(model, node.wrapped, keys)
+    elif model.wrapped is not None and node.children:
+        _match(model.wrapped, node, keys)
 
 
 def _needed_in(candidate: _Candidate, model: ModelKeys) -> list[str]:
     """The keys of needed tensors that a candidate has, by any of their names."""
-    names = dict.fromkeys(each for key in model.needed for each in (key, *model.twins.get(key, ())))
-    return [each for each in names if each in candidate.keys]
+    names = dict.fromkeys(name for key in model.needed for name in model.names(key))
+    return [name for name in names if name in candidate.keys]
 
 
-def _named(source: str, root: _Node, model: ModelKeys, prefix: str) -> _Candidate:
+def _named(saved: Saved, root: _Node, model: ModelKeys, prefix: str) -> _Candidate:
     """The candidate under a prefix that was chosen."""
     path, node = tuple(filter(None, prefix.split("."))), root
     for name in path:
         if name not in node.children:
             raise CheckpointError(
-                f"{source}: checkpoint_prefix (--checkpoint-prefix): expected the beginning of its keys, as "
-                f"{_listed([*(f'{each}.' for each in root.children)])}, got {prefix!r}"
+                f"{saved.source}: checkpoint_prefix (--checkpoint-prefix): expected the beginning of its keys, as "
+                f"{_listed([f'{child}.' for child in root.children])}, got {prefix!r}"
             )
         node = node.children[name]
-    return _candidate(path, node, _Node.of(dict.fromkeys((*model.needed, *model.known))), model)
+    return _candidate(saved, path, node, _root_of(model), model)
 
 
-def _only(source: str, candidates: list[_Candidate], model: ModelKeys) -> _Candidate:
+def _only(saved: Saved, candidates: list[_Candidate], model: ModelKeys) -> _Candidate:
     """The only candidate with all keys; if no candidate has all, the one that lacks the fewest.
 
     Raises:
-        CheckpointError: there are several; or the only one may be another than the one that was trained, which lacks
-            some.
+        CheckpointError: several candidates have all keys; or the trained model may be one that lacks some.
     """
-    complete = [each for each in candidates if not each.missing]
+    complete = [candidate for candidate in candidates if not candidate.missing]
     if len(complete) > 1:
         raise CheckpointError(
-            f"{source}: has all weights of the model {len(complete)} times, under "
-            f"{_listed([each.prefix for each in complete])}: name the one to take: --checkpoint-prefix "
+            f"{saved.source}: has all weights of the model {len(complete)} times, under "
+            f"{_listed([candidate.prefix for candidate in complete])}: name the one to take: --checkpoint-prefix "
             f"{complete[0].prefix or repr('')} (checkpoint_prefix)"
         )
     if not complete:
         return candidates[0] if candidates else _Candidate((), _Node(), {}, tuple(model.needed))
     (only,) = complete
-    rivals = [each for each in candidates if each is not only and _is_rival(each, only, model)]
+    rivals = [candidate for candidate in candidates if candidate is not only and _is_rival(candidate, only, model)]
     if rivals:
-        lacks = "; ".join(f"{each.prefix!r} lacks {_described(each.missing, model)}" for each in rivals[:2])
+        lacks = "; ".join(f"{rival.prefix!r} lacks {_described(rival.missing, model)}" for rival in rivals[:2])
         raise CheckpointError(
-            f"{source}: has all weights of the model under {only.prefix!r} alone, and some under others: {lacks}: "
-            f"expected one model: if {only.prefix!r} is what to serve, name it: --checkpoint-prefix {only.prefix} "
-            "(checkpoint_prefix)"
+            f"{saved.source}: has all weights of the model under {only.prefix!r} alone, and some under others: "
+            f"{lacks}: expected one model: if {only.prefix!r} is what to serve, name it: --checkpoint-prefix "
+            f"{only.prefix} (checkpoint_prefix)"
         )
     return only
 
 
 def _is_rival(other: _Candidate, only: _Candidate, model: ModelKeys) -> bool:
-    """Whether a candidate that lacks keys may be the model that was trained, and the one with all keys another.
+    """Whether a candidate that lacks keys may be the trained model, and the complete candidate a different one.
 
-    Not what is within the complete one; nor what is beside it where that is called as trainers call the model.
+    A candidate inside the complete one is no rival. Neither is a sibling, if the complete one has a name that
+    trainers give to the model itself.
     """
     used = {*only.keys.values()}
     is_flat = all("." not in key for key in model.needed)
-    own = [key for key in _needed_in(other, model) if other.keys[key] not in used and ("." in key or is_flat)]
-    if not own or other.path[: len(only.path)] == only.path:
+    unused = [key for key in _needed_in(other, model) if other.keys[key] not in used and ("." in key or is_flat)]
+    if not unused or other.path[: len(only.path)] == only.path:
         return False
     depth = next((n for n, pair in enumerate(zip(only.path, other.path, strict=False)) if pair[0] != pair[1]), None)
-    if depth is None:  # around the complete one
+    if depth is None:  # it contains the complete one
         return True
     return only.path[depth] not in _MODEL or other.path[depth] in _MODEL
 
 
 def _unexpected(chosen: _Candidate, model: ModelKeys) -> list[str]:
-    """Keys under the chosen prefix that the model does not have, though it has the module; and those that it has
-    twice, once behind a wrapper.
+    """Keys under the chosen prefix that belong to a module of the model, which does not have them; and keys that
+    differ from another one only by the name of a wrapper.
     """
     used, needed = {*chosen.keys.values()}, {_bare(key) for key in _needed_in(chosen, model)}
-    modules = {_bare(key)[:1] for key in model.known if len(_bare(key)) > 1}
-    found = []
+    modules = {_bare(key)[:1] for key in model.all if len(_bare(key)) > 1}
+    unexpected = []
     for path, node in chosen.node.all():
         bare = _bare(".".join(path))
         if node.key is None or node.key in used:
             continue
-        is_own = model.is_whole and (len(bare) == 1 or bare[:1] in modules)
-        if bare in needed or (is_own and not ".".join(bare).startswith(model.ignored or ("\0",))):
-            found.append(node.key)
-    return sorted(found)
+        is_of_model = model.is_whole and (len(bare) == 1 or bare[:1] in modules)
+        if bare in needed or (is_of_model and not ".".join(bare).startswith(model.ignored or ("\0",))):
+            unexpected.append(node.key)
+    return sorted(unexpected)
 
 
 def _bare(key: str) -> tuple[str, ...]:
+    """The names in a key, without those of wrappers."""
     return tuple(name for name in key.split(".") if name not in WRAPPERS)
 
 
-def _missing(
-    source: str, chosen: _Candidate, others: list[_Candidate], model: ModelKeys, saved: Collection[str]
-) -> CheckpointError:
+def _missing(saved: Saved, chosen: _Candidate, others: list[_Candidate], model: ModelKeys) -> CheckpointError:
     first = chosen.missing[0]
-    said = f"{source}: {model.needed[first]}: expected the key {chosen.prefix + first!r}, which is missing"
+    message = f"{saved.source}: {model.needed[first]}: expected the key {chosen.prefix + first!r}, which is missing"
     if chosen.missing[1:]:
-        said += f", as are {_described(chosen.missing[1:], model)}"
+        message += f", as are {_described(chosen.missing[1:], model)}"
     if unknown := [key for key in _keys_under(chosen) if key not in {*chosen.keys.values()}]:
-        said += f"; the model does not have {_listed(unknown)}"
+        message += f"; the model does not have {_listed(unknown)}"
     elif not chosen.keys:
-        said += f"; found {_listed(sorted(saved)) or 'nothing'}"
-    fitting = [each.prefix for each in others if not each.missing]
+        message += f"; found {_listed(sorted(saved.keys)) or 'nothing'}"
+    fitting = [other.prefix for other in others if not other.missing]
     if fitting:
-        said += (
+        message += (
             f"; all are under {_listed(fitting)}: --checkpoint-prefix {fitting[0] or repr('')} takes them from there"
         )
     elif others:
-        said += f"; no prefix has all: {others[0].prefix!r} lacks {_described(others[0].missing, model)}"
-    return CheckpointError(said)
+        message += f"; no prefix has all: {others[0].prefix!r} lacks {_described(others[0].missing, model)}"
+    return CheckpointError(message)
 
 
 def _keys_under(candidate: _Candidate) -> list[str]:
@@ -300,6 +365,6 @@ def _described(keys: Collection[str], model: ModelKeys) -> str:
 
 
 def _listed(names: Collection[str], quote: bool = True) -> str:
-    shown = [repr(each) if quote else each for each in [*names][:_LISTED]]
+    shown = [repr(name) if quote else name for name in [*names][:_LISTED]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

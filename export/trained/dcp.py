@@ -223,7 +223,7 @@ def _table(path: Path, key: str, stored: _Stored, places: Places, files: Checkpo
         place = places.get((key, chunk.offsets))
         if place is None or place.transform_descriptors or Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {place}")
-        tensor = locate_tensors(files.open(place.relative_path), place.offset, place.length).get("")
+        tensor = locate_tensors(files.open(place.relative_path), place.offset, place.length).tensors.get("")
         is_plain = isinstance(tensor, InFile) and (tensor.shape, tensor.dtype) == (chunk.sizes or (1,), dtype)
         if not is_plain or len(chunk.offsets) != len(stored.size):
             raise CheckpointError(

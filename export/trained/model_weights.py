@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from export.errors import ModelError
 from export.trained.checkpoint import Checkpoint, WeightSource, module_weights, open_checkpoint
-from export.trained.checkpoint_prefix import ModelKeys
+from export.trained.checkpoint_prefix import COUNTER, ModelKeys
 from export.trained.managed import HashZch
 from export.trained.running import dotted, named
 from export.trained.tables import Trained
@@ -87,9 +88,10 @@ def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKey
     tables = {table.key for table in trained.tables}
     return ModelKeys(
         needed=needed,
-        known={name for group in groups for name in group.names} | {*module.state_dict(keep_vars=True)},
+        all={name for group in groups for name in group.names} | {*module.state_dict(keep_vars=True)},
         twins={name: group.names for group in groups for name in group.names if len(group.names) > 1},
         is_whole=is_whole,
+        defaults=dict(_counters_of_batches(module)) if is_whole else {},
         ignored=tuple(f"{dotted(path, '_managed_collision_collection')}." for path in paths),
         narrow={
             name: group.tensors[0].dtype
@@ -98,6 +100,17 @@ def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKey
             if name in tables and group.tensors[0].dtype in _HALVES
         },
     )
+
+
+def _counters_of_batches(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The counters that batch normalization fills in when it loads a state dict from before they were introduced.
+
+    That is `_NormBase._load_from_state_dict` of torch 2.13.
+    """
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, _NormBase) and part.track_running_stats:
+            counter = part.num_batches_tracked
+            yield dotted(path, COUNTER), torch.tensor(0) if counter is None or counter.is_meta else counter.detach()
 
 
 def _bucket_count(id_map: object) -> str | None:

@@ -33,7 +33,7 @@ from tests.support.models import collection
 
 
 def located(path: Path) -> dict[str, StoredTable]:
-    return locate_tensors(CheckpointFiles(path.parent).open(path.name))
+    return locate_tensors(CheckpointFiles(path.parent).open(path.name)).tensors
 
 
 def attributed() -> nn.Parameter:

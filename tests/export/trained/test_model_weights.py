@@ -1,5 +1,6 @@
 """What is served of a checkpoint is what the model answers after load_state_dict(strict=True)."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
@@ -17,6 +18,7 @@ from export.commands.module import _tables_on_meta
 from export.errors import CheckpointError, ModelError, QuantizeError
 from export.parity.verify import verify
 from export.publish.changes import publish_changes
+from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.opening import open_bundle
 from serving.bundle.scores import DenseDtype
@@ -292,3 +294,66 @@ def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Pa
     assert changed.rows == 20
     with pytest.raises(ConfigurationError, match=r"checkpoint_prefix .* expected a checkpoint beside it"):
         export_model(module, tmp_path / "r", "m", replace(EXACT, checkpoint_prefix="model"))
+
+
+class Normalizes(nn.Module):
+    """It has a module twice, one in a wrapper's name, and one that tracks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc, self.first, self.module = (
+            bags(),
+            nn.BatchNorm1d(8),
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        )
+        self.again, self.plain = self.first, nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        rows: Tensor = self.plain(self.again(self.module(self.first(self.ebc(ids).values()))))
+        return rows
+
+
+def as_saved(metadata: str, lacking: str) -> dict[str, Any]:
+    """A state dict without the keys that end in `lacking`, and with its modules' versions or without."""
+    torch.manual_seed(5)
+    module = Normalizes().train()
+    module(kjt())
+    state: Any = module.state_dict()
+    versions = state._metadata
+    for key in [key for key in state if key.endswith(lacking)]:
+        del state[key]
+    if metadata == "none":
+        return dict(state)
+    state._metadata = {
+        "all": versions,
+        "old": OrderedDict({path: {"version": 1} for path in versions}),
+        "some": OrderedDict({path: of for path, of in versions.items() if path != "first"}),
+        "unnumbered": OrderedDict({path: {} for path in versions}),
+    }[metadata]
+    return state  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("lacking", ["num_batches_tracked", "1.num_batches_tracked", "running_mean", "*"])
+@pytest.mark.parametrize("metadata", ["none", "all", "old", "some", "unnumbered", "safetensors", "nested", "wrapped"])
+def test_counters_of_batches_are_filled_in_as_torch_does_it(tmp_path: Path, metadata: str, lacking: str) -> None:
+    path = tmp_path / ("w.safetensors" if metadata == "safetensors" else "w.pt")
+    state = as_saved(metadata if metadata in ("none", "all", "old", "some", "unnumbered") else "none", lacking)
+    model = Normalizes()
+    if metadata == "safetensors":
+        save_file({key: each.clone() for key, each in state.items()}, path)
+    elif metadata == "wrapped":
+        torch.save({f"module.{key}": each for key, each in state.items()}, path)
+    else:
+        torch.save({"epoch": 3, "state_dict": state} if metadata == "nested" else state, path)
+    oracle = Normalizes()
+    try:
+        oracle.load_state_dict(state, strict=True)
+    except RuntimeError:
+        with pytest.raises(CheckpointError, match="expected the key"):
+            open_weights(model, collect_tables(model), path, is_whole=True)
+        return
+    trained = collect_tables(model)
+    load_weights(trained, open_weights(model, trained, path, is_whole=True))
+    for key, expected in oracle.state_dict().items():
+        if not key.startswith("ebc"):
+            torch.testing.assert_close(trained.module.state_dict()[key], expected, rtol=0, atol=0)
