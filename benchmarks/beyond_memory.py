@@ -27,7 +27,7 @@ from benchmarks.measure import Result, ratio_of
 from benchmarks.workload import NAME
 from examples.hosts.server import memory_limit
 from export import ExportConfig, WeightDtype, export_model
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.requests import Distribution, random_requests
 from serving.engine import Engine

@@ -10,7 +10,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from benchmarks.measure import Result, interleave, p50
 from benchmarks.model_memory import in_memory, private_bytes, settle
 from export import ExportConfig, export_model
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.requests import Distribution, random_requests
 from serving.model.settings import ServingSettings

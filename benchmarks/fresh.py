@@ -26,7 +26,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from benchmarks.measure import Result, ratio, ratio_of
 from benchmarks.scores_model import dlrm_dcn
 from export import ExportConfig, WeightDtype, export_model, export_next, publish_delta, squash
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bundle.lineage import deltas_folder
 from serving.client import LookupClient

@@ -28,7 +28,7 @@ from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, whole
 from examples.hosts.dlrm import IDS_PER_SAMPLE
 from export import ExportConfig, WeightDtype, export_model
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.generator import Traffic, generate
 from serving.bench.requests import Distribution, prepare, random_requests

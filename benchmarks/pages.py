@@ -20,7 +20,7 @@ from benchmarks.model_memory import in_memory
 from benchmarks.workload import NAME
 from examples.hosts.dlrm import IDS_PER_SAMPLE, dlrm_tables
 from export import ExportConfig, WeightDtype, export_model
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.requests import Distribution, random_requests
 from serving.bundle.opening import open_bundle

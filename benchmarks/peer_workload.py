@@ -15,7 +15,8 @@ from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
 from examples.movielens import data
 from examples.movielens.model import DIMS, FEATURES, TABLES
 from export import ExportConfig, Sharding, WeightDtype, export_model
-from export.trained.checkpoint import Checkpoint, GeneratedTable, generated_checkpoint
+from export.trained.checkpoint import Checkpoint
+from export.trained.generated_checkpoint import GeneratedTable, generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import ModelInfo
 from serving.client.messages import infer_request

@@ -7,7 +7,8 @@ import torch
 
 from examples.hosts.dlrm import ROWS, dlrm_tables
 from export import ExportConfig, Sharding, WeightDtype, export_model
-from export.trained.checkpoint import Checkpoint, generated_checkpoint
+from export.trained.checkpoint import Checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import TrainedTable, collect_tables
 
 MODEL = "dlrm"

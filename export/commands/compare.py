@@ -97,7 +97,7 @@ def _compared_tables(
 ) -> "ComparedTables":
     from export.commands.settings import read_tables
     from export.compare.baseline import ComparedTables
-    from export.trained.checkpoint import generated_checkpoint
+    from export.trained.generated_checkpoint import generated_checkpoint
     from export.trained.model_weights import open_weights
     from export.trained.tables import collect_tables
 

@@ -192,9 +192,10 @@ class CoarseRows:
         rows = (
             f"row {self.first} is" if self.count == 1 else f"{self.count:,} rows, the first is row {self.first}, are"
         )
+        scales = "" if dtype is WeightDtype.FP16 else f", the dtype of {dtype.value} scales"
         return (
-            f"{rows} too small for FP16, which {dtype.value} needs, and moved by more than 3 % of the largest "
-            "element: store the table as FP32 if that matters"
+            f"{rows} too small for FP16{scales}, and moved by more than 3 % of the largest element: store the table as "
+            "FP32 if that matters"
         )
 
 

@@ -9,7 +9,7 @@ from export.compare.measure import traffic_between
 from export.config import ExportConfig
 from export.plan.sharding import Sharding
 from export.prepare import describe
-from export.trained.checkpoint import generated_checkpoint
+from export.trained.generated_checkpoint import generated_checkpoint
 
 
 def test_traffic_is_what_ranks_send_one_another(tmp_path: Path) -> None:
