@@ -194,8 +194,8 @@ class CoarseRows:
         )
         scales = "" if dtype is WeightDtype.FP16 else f", the dtype of {dtype.value} scales"
         return (
-            f"{rows} too small for FP16{scales}, and moved by more than 3 % of the largest element: store the table as "
-            "FP32 if that matters"
+            f"{rows} too small for FP16{scales}, and moved by more than 3 % of the largest element: store the table "
+            "as FP32 if that matters"
         )
 
 
