@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from export.publish.delta import publish_delta, squash
     from export.publish.delta_stream import stream_deltas
     from export.publish.push import staged
+    from serving.bundle.formats import WeightDtype
     from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
-    from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
+    from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 
 __all__ = [
     "DefaultRow",
@@ -53,7 +54,7 @@ _HOMES = {
     "IdPolicy": "serving.bundle.tables",
     "OutputDtype": "serving.bundle.tables",
     "Sharding": "export.plan.sharding",
-    "WeightDtype": "serving.bundle.tables",
+    "WeightDtype": "serving.bundle.formats",
     "compact": "export.next_version",
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from export.plan.sharding import Sharding, check_patterns, last_match
 from serving.arguments import check_argument, check_arguments
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DenseDtype
-from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 

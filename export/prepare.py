@@ -23,12 +23,13 @@ from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
+from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
 from serving.bundle.signature import read_signing_key
-from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table, WeightDtype
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table
 from serving.errors import ConfigurationError
 from serving.pins import installed
 from serving.requests.id_maps import known_of_keys

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from rich.filesize import decimal
 
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DenseDtype
-from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.terminal.options import integer
 

@@ -8,24 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.manifest import Manifest
-from serving.bundle.opening import weights_path
-from serving.bundle.plan import Shard
-from serving.bundle.tables import (
+from serving.bundle.formats import (
     FP16_SUBNORMAL,
     FP16_UNIT,
     FP32_UNIT,
     Bytes,
-    DefaultRow,
-    Feature,
-    IdPolicy,
-    OutputDtype,
-    Pooling,
-    Table,
+    CodeRows,
     WeightDtype,
-    dequantize,
     scales_and_biases_of,
 )
+from serving.bundle.manifest import Manifest
+from serving.bundle.opening import weights_path
+from serving.bundle.plan import Shard
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.reference_ids import remapped, rows_of_known
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Ids, Outputs, Tensors
 
@@ -204,8 +199,9 @@ def read_rows(
     for shard in shards:
         here = np.flatnonzero((ids >= shard.rows[0]) & (ids < shard.rows[1]))
         stored = _mapped(directory, manifest, shard, table.dtype)[ids[here] - shard.rows[0]]
-        rows = dequantize(stored, table.dtype).astype(np.float64)
-        bias = scales_and_biases_of(stored)[:, 1:].astype(np.float64) if table.dtype.format.quantized else 0.0
+        rows = table.dtype.format.dequantize(stored).astype(np.float64)
+        has_bias = isinstance(table.dtype.format, CodeRows)
+        bias = scales_and_biases_of(stored)[:, 1:].astype(np.float64) if has_bias else 0.0
         columns = slice(*shard.columns)
         numbers[here, columns] = rows
         sizes[here, columns] = np.abs(rows - bias) + np.abs(bias)

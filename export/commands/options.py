@@ -14,9 +14,10 @@ import typer
 
 from export.commands.module import CHECKPOINT_PREFIX_HELP, TRAINED_MEMORY_HELP, named_example
 from export.values import bytes_per_s, dense_dtype, id_dtype, id_policy, output_dtype, size_bytes, weight_dtype
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import ShardingType
 from serving.bundle.scores import DenseDtype
-from serving.bundle.tables import OutputDtype, WeightDtype
+from serving.bundle.tables import OutputDtype
 from serving.terminal.options import integer, real
 
 # In the file: one value for all tables, or values by table. Numbers may be written as text.

@@ -17,9 +17,9 @@ from export.plan.sharding import Sharding
 from export.rows.quantize import packs
 from export.rows.rank_files import store_rows
 from export.trained.tables import TrainedTable
+from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Agreement
 from serving.bundle.opening import weights_paths
-from serving.bundle.tables import WeightDtype
 from serving.pins import installed
 
 

@@ -8,7 +8,7 @@ import msgspec
 from export.plan.sharding import CHOICES, Sharding
 from serving.arguments import check_arguments
 from serving.bench.report import Figure
-from serving.bundle.tables import WeightDtype
+from serving.bundle.formats import WeightDtype
 from serving.errors import ConfigurationError
 
 # The strategy that places each table as `export.compare.recommend` says.

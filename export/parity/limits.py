@@ -12,8 +12,9 @@ from export.plan.sharding import Sharding
 from export.rows.table_error import TableError, Tally, finite
 from export.trained.probe import trained_answers
 from export.trained.tables import Trained
+from serving.bundle.formats import FP16_SUBNORMAL, FP32_UNIT
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.tables import FP16_SUBNORMAL, FP32_UNIT, OutputDtype, Pooling, Table
+from serving.bundle.tables import OutputDtype, Pooling, Table
 
 
 def check_parity(

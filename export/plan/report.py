@@ -12,9 +12,10 @@ from rich.filesize import decimal
 
 from export.plan.sharding import ROUTER_BYTES, Sharding
 from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern
+from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ROUTER, Block, Rank, Shard, ShardingType
-from serving.bundle.tables import OutputDtype, Table, WeightDtype
+from serving.bundle.tables import OutputDtype, Table
 from serving.requests.captured import PassedOver, read_captured
 
 # A note says so if ranks hold more than this many times the tables' bytes. The number of tables that it names.

@@ -14,7 +14,7 @@ from export.program.sharded import ShardedProgram
 from export.program.tbe_call import Segment, SumsToAnswer, TbeCall
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
 from serving.bundle.opening import digest_file
-from serving.bundle.tables import OutputDtype, Pooling, WeightDtype
+from serving.bundle.tables import OutputDtype, Pooling
 from serving.lookup.program import torchscript
 from serving.model.config_file import model_py
 
@@ -42,13 +42,13 @@ class OneRankProgram(nn.Module):
         poolings = {table.pooling for table in tables} - {Pooling.NONE}
         self.mixed = len(poolings) > 1
         # Where means are divided afterwards, the call answers FP32, which is rounded once.
-        half = manifest.output_dtype is OutputDtype.FP16 and not self.mixed
+        output_dtype = OutputDtype.FP32 if self.mixed else manifest.output_dtype
         self.placement_digest = manifest.placement_digest
         self.weights_host = [torch.empty(0, dtype=torch.uint8)]
         self.tbe = TbeCall(
             [Segment(table.dtype, table.dim, offsets[table.name]) for table in tables],
             Pooling.MEAN if poolings == {Pooling.MEAN} else Pooling.SUM,
-            WeightDtype.FP16 if half else WeightDtype.FP32,
+            output_dtype,
             manifest.plan.row_alignment,
         )
         self.to_answer = SumsToAnswer(manifest)

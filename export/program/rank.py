@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from export.program.tbe_call import Segment, TbeCall
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import Shard
-from serving.bundle.tables import Pooling, WeightDtype
+from serving.bundle.tables import OutputDtype, Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class RankLookup(nn.Module):
         self.tbe = TbeCall(
             [Segment(segment.dtype, segment.shard.width, segment.shard.offset_bytes) for segment in segments],
             Pooling.SUM,  # means are divided after the merge, by the whole bag's count
-            WeightDtype.FP32,
+            OutputDtype.FP32,
             row_alignment,
         )
         self.tile = tile

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
-from serving.bundle.tables import OutputDtype, Pooling, WeightDtype
+from serving.bundle.tables import OutputDtype, Pooling
 
-# fbgemm_gpu's EmbeddingLocation.HOST and PoolingMode, as the operator takes them.
+# fbgemm_gpu's EmbeddingLocation.HOST, PoolingMode and SparseType, as the operator takes them.
 _HOST = 3
 _POOLING_MODE = {Pooling.SUM: 0, Pooling.MEAN: 1}
+_OUTPUT_DTYPE = {OutputDtype.FP32: 0, OutputDtype.FP16: 1}
+# Arguments of the operator, for the widest segment of each dtype. A `RowFormat` names one of them.
+_MAX_WIDTHS = ("max_float32_D", "max_float16_D", "max_int8_D", "max_int4_D", "max_int2_D")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class TbeCall(nn.Module):
     Args:
         segments: in the order of the answer.
         pooling: of all segments.
-        output_dtype: of the answer, FP32 or FP16.
+        output_dtype: of the answer.
         row_alignment: of the rank's bytes.
 
     Attributes:
@@ -46,6 +50,7 @@ class TbeCall(nn.Module):
         weights_tys: uint8 [S], the number of the dtype in SparseType.
         dims: int32 [S], widths.
         d_offsets: int32 [S + 1], where each segment's columns begin in the answer; the last is `total_d`.
+        max_widths: the arguments `_MAX_WIDTHS`.
     """
 
     weights_uvm: Tensor
@@ -56,7 +61,7 @@ class TbeCall(nn.Module):
     d_offsets: Tensor
 
     def __init__(
-        self, segments: Sequence[Segment], pooling: Pooling, output_dtype: WeightDtype, row_alignment: int
+        self, segments: Sequence[Segment], pooling: Pooling, output_dtype: OutputDtype, row_alignment: int
     ) -> None:
         super().__init__()
         widths = [segment.width for segment in segments]
@@ -70,7 +75,7 @@ class TbeCall(nn.Module):
         self.max_widths = _max_widths(segments)
         self.row_alignment = row_alignment
         self.pooling_mode = _POOLING_MODE[pooling]
-        self.output_dtype = output_dtype.format.sparse_type
+        self.output_dtype = _OUTPUT_DTYPE[output_dtype]
 
     def _constant(self, name: str, values: list[int], dtype: torch.dtype) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=dtype))
@@ -116,7 +121,7 @@ class TbeCall(nn.Module):
             weights_tys=weights_tys,
             D_offsets=d_offsets,
             total_D=total_d,
-            # By number in SparseType. TorchScript knows no table of ours.
+            # In the order of `_MAX_WIDTHS`: TorchScript takes no arguments by names in a variable.
             max_float32_D=self.max_widths[0],
             max_float16_D=self.max_widths[1],
             max_int8_D=self.max_widths[2],
@@ -133,12 +138,16 @@ class TbeCall(nn.Module):
 
 
 def _max_widths(segments: Sequence[Segment]) -> list[int]:
-    """The width of the widest segment of each dtype, 0 where there is none, by the dtype's number in SparseType."""
-    widths = [0] * (1 + max(dtype.format.sparse_type for dtype in WeightDtype))
+    """The width of the widest segment for each of `_MAX_WIDTHS`, or 0.
+
+    Raises:
+        KeyError: a dtype needs an argument that `TbeCall` does not pass to the operator.
+    """
+    widths = dict.fromkeys(_MAX_WIDTHS, 0)
     for segment in segments:
-        number = segment.dtype.format.sparse_type
-        widths[number] = max(widths[number], segment.width)
-    return widths
+        argument = segment.dtype.format.max_width_argument
+        widths[argument] = max(widths[argument], segment.width)
+    return list(widths.values())
 
 
 class SumsToAnswer(nn.Module):

@@ -17,10 +17,11 @@ from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import CoarseRows, TableError
 from serving.bundle.delta import IDS, ROWS, ChangedRows, Delta, open_delta, tables_in
+from serving.bundle.formats import Bytes
 from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached, steps_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
-from serving.bundle.tables import Bytes, Table
+from serving.bundle.tables import Table
 from serving.errors import ConfigurationError
 
 # Row numbers, integers [n], and float rows [n, dim].

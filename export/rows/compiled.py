@@ -96,7 +96,7 @@ def bounds_of_codes(rows: Tensor, halves: Tensor, largest_code: int, units: tupl
         rows: float32 [n, dim].
         halves: float16 [n, 2], scales and biases.
         largest_code: of the dtype.
-        units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.tables`.
+        units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.formats`.
 
     Returns:
         float64 [n].

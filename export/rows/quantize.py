@@ -11,7 +11,7 @@ from export.errors import QuantizeError
 from export.rows.compiled import code
 from export.trained.checkpoint import Checkpoint, blocks
 from export.trained.tables import TrainedTable
-from serving.bundle.tables import Floats, WeightDtype, dequantize
+from serving.bundle.formats import CodeRows, Floats, WeightDtype
 
 _NOT_FINITE = "holds NaN or infinity: find out how the training made it"
 
@@ -23,8 +23,8 @@ def packs(dim: int, dtype: WeightDtype) -> bool:
 
 def torch_dtype(dtype: WeightDtype) -> torch.dtype:
     """torch's dtype of a stored element: a float, or uint8 where elements are codes."""
-    found: torch.dtype = getattr(torch, dtype.format.float_name or "uint8")
-    return found
+    stored: torch.dtype = getattr(torch, dtype.format.torch_name)
+    return stored
 
 
 def check_dim(table: str, dim: int, dtype: WeightDtype) -> None:
@@ -55,23 +55,25 @@ def quantize(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor
     Raises:
         QuantizeError: a row has NaN or infinity; or a number, scale or bias is too large for FP16.
     """
-    return (_coded if dtype.format.quantized else _rounded)(table, start, rows, dtype)
+    if isinstance(dtype.format, CodeRows):
+        return _coded(table, start, rows, dtype.format)
+    return _rounded(table, start, rows, dtype)
 
 
 def _rounded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
     """Rows of floats: `rows` as `quantize` takes them → uint8 [n, row bytes]."""
     _expect_finite(table, start, rows, _NOT_FINITE)
     floats = rows.to(torch_dtype(dtype))
-    if dtype is not WeightDtype.FP32:
+    if not dtype.format.is_exact:
         largest = f"±{torch.finfo(floats.dtype).max:.0f}"
         _expect_finite(table, start, floats, f"is beyond {dtype.value} ({largest}): store the table as FP32")
     return floats.contiguous().view(torch.uint8)
 
 
-def _coded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
-    """Rows of codes behind a scale and a bias: `rows` as `quantize` takes them → uint8 [n, row bytes]."""
+def _coded(table: str, start: int, rows: Tensor, row_format: CodeRows) -> Tensor:
+    """Rows of codes after a scale and a bias: `rows` as `quantize` takes them → uint8 [n, row bytes]."""
     halves = torch.empty(len(rows), 2, dtype=torch.float16)
-    stored, total, total_of_halves = code(rows.contiguous(), dtype.format.bits, halves.view(torch.uint8), halves)
+    stored, total, total_of_halves = code(rows.contiguous(), row_format.bits, halves.view(torch.uint8), halves)
     if not math.isfinite(total):
         _expect_finite(table, start, rows, _NOT_FINITE)
     if not math.isfinite(total_of_halves):
@@ -79,15 +81,15 @@ def _coded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
     return stored
 
 
-def _expect_finite(table: str, start: int, rows: Tensor, otherwise: str) -> None:
-    """Refuse rows, float32 or float16 [n, columns], with NaN or infinity. `otherwise` is the message for that."""
+def _expect_finite(table: str, start: int, rows: Tensor, problem: str) -> None:
+    """Refuse rows, float32 or float16 [n, columns], with NaN or infinity. `problem` is the message."""
     # A sum shows NaN and infinity, at a fortieth of the cost of checking each number.
     if torch.isfinite(rows.sum(dtype=torch.float32)):
         return
     finite = torch.isfinite(rows).all(dim=1)
     if not finite.all():  # else only the sum overflowed
         first = start + int((~finite).nonzero()[0])
-        raise QuantizeError(f"table {table!r}: row {first} {otherwise}")
+        raise QuantizeError(f"table {table!r}: row {first} {problem}")
 
 
 def smallest_dtype(
@@ -102,23 +104,23 @@ def smallest_dtype(
         table: the trained table.
         weights: the checkpoint with its rows.
         limit: largest |float − stored|, in the units of the weights.
-        progress: is given the number of elements that were just read.
+        progress: called with the number of elements that were just read.
 
     Raises:
         QuantizeError: a row holds NaN or infinity.
     """
-    left = [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32 and packs(table.dim, dtype)]
+    candidates = [dtype for dtype in WeightDtype if not dtype.format.is_exact and packs(table.dim, dtype)]
     for start, rows in blocks(table, weights):
         quantize(table.name, start, rows, WeightDtype.FP32)  # refuses NaN and infinity
         floats = rows.float().numpy()
-        left = [dtype for dtype in left if _moves(table, start, rows, floats, dtype) <= limit]
+        candidates = [dtype for dtype in candidates if _error(table, start, rows, floats, dtype) <= limit]
         progress(rows.numel())
-        if not left:
+        if not candidates:
             break
-    return min(left, key=lambda dtype: dtype.row_bytes(table.dim), default=WeightDtype.FP32)
+    return min(candidates, key=lambda dtype: dtype.row_bytes(table.dim), default=WeightDtype.FP32)
 
 
-def _moves(table: TrainedTable, start: int, rows: Tensor, floats: Floats, dtype: WeightDtype) -> float:
+def _error(table: TrainedTable, start: int, rows: Tensor, floats: Floats, dtype: WeightDtype) -> float:
     """The largest error of an element of `rows` [n, dim]. It is infinite if a number is too large for the dtype.
 
     `rows` are as trained, `floats` are the same rows in float32.
@@ -127,4 +129,4 @@ def _moves(table: TrainedTable, start: int, rows: Tensor, floats: Floats, dtype:
         stored = quantize(table.name, start, rows, dtype).numpy()
     except QuantizeError:
         return float("inf")
-    return float(np.abs(floats - dequantize(stored, dtype)).max())
+    return float(np.abs(floats - dtype.format.dequantize(stored)).max())

@@ -19,9 +19,10 @@ from export.rows.quantize import quantize
 from export.rows.table_error import TableError
 from export.trained.checkpoint import Checkpoint, block_bounds, block_rows
 from export.trained.tables import TrainedTable
+from serving.bundle.formats import Bytes, Floats
 from serving.bundle.manifest import FileDigest, Manifest
 from serving.bundle.plan import Shard, row_blocks
-from serving.bundle.tables import Bytes, Floats, Table
+from serving.bundle.tables import Table
 from serving.ordered_map import map_in_order
 
 _READ_BYTES = 1 << 18  # stays in a core's cache between being read and hashed

@@ -10,17 +10,18 @@ import numpy.typing as npt
 import torch
 
 from export.rows.compiled import bounds_of_codes, compare, compare_codes
-from serving.bundle.manifest import Agreement
-from serving.bundle.tables import (
+from export.rows.quantize import torch_dtype
+from serving.bundle.formats import (
     FP16_SUBNORMAL,
     FP16_UNIT,
     FP32_UNIT,
     Bytes,
+    CodeRows,
     Floats,
     WeightDtype,
-    dequantize,
     scales_and_biases_of,
 )
+from serving.bundle.manifest import Agreement
 
 Doubles = npt.NDArray[np.float64]
 
@@ -120,15 +121,17 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
     Returns:
         float64 [n].
     """
-    if dtype.format.float_name is None:
+    row_format = dtype.format
+    if isinstance(row_format, CodeRows):
         halves = torch.from_numpy(scales_and_biases_of(stored))
-        found: Doubles = bounds_of_codes(torch.from_numpy(rows), halves, dtype.format.largest_code, _UNITS).numpy()
-        return found
-    if dtype is WeightDtype.FP32:
+        bounds: Doubles = bounds_of_codes(torch.from_numpy(rows), halves, row_format.largest_code, _UNITS).numpy()
+        return bounds
+    if row_format.is_exact:
         return np.zeros(len(rows))
-    number = np.finfo(dtype.format.float_name)
-    half_unit, half_subnormal = float(number.eps) / 2, float(number.smallest_subnormal) / 2
-    bounds: Doubles = np.abs(rows).max(axis=1) * half_unit + half_subnormal
+    number = torch.finfo(torch_dtype(dtype))
+    half_unit, half_subnormal = number.eps / 2, number.smallest_normal * number.eps / 2
+    bounds = np.abs(rows).max(axis=1) * half_unit
+    bounds += half_subnormal
     return bounds
 
 
@@ -229,10 +232,10 @@ class TableError:
             scratch: float32 [n, dim], contiguous, is overwritten. New memory for each block would cost as much as
                 the comparison.
         """
-        if self.dtype.format.quantized:
-            self._add_codes(start, rows, stored, scratch)
+        if isinstance(self.dtype.format, CodeRows):
+            self._add_codes(start, rows, stored, scratch, self.dtype.format)
             return
-        worst = self.tally.add(start, rows, dequantize(stored, self.dtype), scratch)
+        worst = self.tally.add(start, rows, self.dtype.format.dequantize(stored), scratch)
         low, high = torch.from_numpy(rows).aminmax()
         self.largest = max(self.largest, float(high), -float(low))
         bounds = rounding_bounds(rows, stored, self.dtype)
@@ -240,19 +243,20 @@ class TableError:
         moved = ~(worst <= bounds)  # NaN, too
         if self.unexplained_row is None and moved.any():
             self.unexplained_row = start + int(np.argmax(moved))
-        if self.dtype is WeightDtype.FP16:
+        if not self.dtype.format.is_exact:
             magnitudes = np.abs(rows).max(axis=1).astype(np.float64)
-            is_coarse = (worst > magnitudes / 32) & (worst > 2 * FP16_UNIT * magnitudes)
+            unit = torch.finfo(torch_dtype(self.dtype)).eps
+            is_coarse = (worst > magnitudes / 32) & (worst > unit * magnitudes)
             usual = float(worst[~is_coarse].max(initial=0.0))
             (numbers,) = is_coarse.nonzero()
             self.coarse.join(CoarseRows.of(start + numbers, worst[numbers], magnitudes[numbers], usual))
 
-    def _add_codes(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
+    def _add_codes(self, start: int, rows: Floats, stored: Bytes, scratch: Floats, row_format: CodeRows) -> None:
         """As `add`, of a dtype with codes."""
         sums, (largest, bound, usual), (worst_row, unexplained), numbers, moved, magnitudes = compare_codes(
             torch.from_numpy(rows),
-            torch.from_numpy(stored[:, self.dtype.format.header_bytes :]),
-            self.dtype.format.bits,
+            torch.from_numpy(stored[:, row_format.header_bytes :]),
+            row_format.bits,
             torch.from_numpy(scales_and_biases_of(stored)),
             torch.from_numpy(scratch),
             _UNITS,

@@ -1,19 +1,19 @@
 """Deltas: files of changed rows, which a running server applies to the tables that it serves.
 
-`serving.bundle.lineage` says where they lie, and how they are named. A delta is a safetensors file
-(https://github.com/huggingface/safetensors, "Format"). For each table that changes it has two tensors: `TABLE/ids`,
-int64 [n], the row numbers, sorted, each once; and `TABLE/rows`, uint8 [n, row bytes], the whole rows as they are
-stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence` (its number), `written_at`
-(Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file as it is with 64 zeros in place
-of these hex digits: one bit that is another by now, and the delta is refused.
+`serving.bundle.lineage` names the files and their folder. A delta is a safetensors file
+(https://github.com/huggingface/safetensors, "Format"). It has two tensors for each table that changes: `TABLE/ids`,
+int64 [n], the sorted, distinct row numbers; and `TABLE/rows`, uint8 [n, row bytes], the whole rows as
+`serving.bundle.formats` stores them. Its metadata are `format` ("1"), `lineage`, `sequence` (its number),
+`written_at` (Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file with 64 zeros in
+place of these hex digits. If one bit of the file changes, the delta is refused.
 
-Several deltas may be *squashed* to one file, with each row as it is in the last of them that has it. Its `sequence`
-is that of the last. It has two metadata more: `since`, the number before the first, and `last_sha256`, the `sha256`
-of the last. It may be applied to rows as they are after any delta from `since` on: what it says again is as it was,
+Several deltas may be *squashed* to one file, with the newest state of each row. Its `sequence` is that of the last
+delta. It has two more metadata: `since`, the number before the first delta, and `last_sha256`, the `sha256` of the
+last. It may be applied to rows in their state after any delta from `since` on: the rows that it repeats are the same
 or newer.
 
-Of a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
-and columns that they have. A delta may have no row at all.
+For a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
+and columns that they hold. Such a delta may have no rows.
 
 A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file, see
 `serving.bundle.signature`.
@@ -30,9 +30,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from serving.bundle.formats import Bytes
 from serving.bundle.lineage import Step, delta_path, delta_signature, steps_in
 from serving.bundle.manifest import Manifest
-from serving.bundle.tables import Bytes, Table, dequantize
+from serving.bundle.tables import Table
 from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
 
@@ -282,10 +283,7 @@ def _problem_of(changed: ChangedRows, table: Table) -> str | None:
     # Compared, not subtracted: differences of int64 may overflow.
     if ids[0] < 0 or ids[-1] >= table.rows or (ids[1:] <= ids[:-1]).any():
         return f"expected row numbers in [0, {table.rows}), sorted, each once"
-    header = table.dtype.format.header_bytes
-    # The numbers of a quantized row are finite if its scale and its bias are: they are FP16, the numbers FP32.
-    numbers = rows[:, :header].copy().view(np.float16) if header else dequantize(rows, table.dtype)
-    finite = np.isfinite(numbers)
+    finite = np.isfinite(table.dtype.format.stored_floats(rows))
     if finite.all():  # much faster than row by row
         return None
     return f"row {int(ids[finite.all(axis=1).argmin()])} holds NaN or infinity"

@@ -10,7 +10,7 @@ A bundle is one version of a Triton model::
     ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
 
-`serving.bundle.tables` has the format of a row.
+`serving.bundle.formats` has the formats of rows.
 """
 
 import hashlib

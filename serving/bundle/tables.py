@@ -1,151 +1,21 @@
-"""The tables of a bundle: their rows, as they are stored and as numbers, and the features that read them.
-
-A row of floats is `dim` FP32 or FP16 numbers. A quantized row is FBGEMM's fused row: FP16 scale, FP16 bias, then
-`dim` codes, the lower bits of a byte first (https://github.com/pytorch/FBGEMM, QuantUtils). Its numbers are
-code × scale + bias.
-
-All of it is numpy. The program's answers are compared with it, so it shares no code with FBGEMM.
-"""
+"""The tables of a bundle, and the features that read them."""
 
 import enum
 import re
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from serving.bundle.formats import Bytes, WeightDtype
 from serving.bundle.id_maps import IdMap
 from serving.bundle.plan import Shard
 from serving.files import Strict
 
-Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.float16]
-Bytes = npt.NDArray[np.uint8]
-
-# Rounding errors: half a unit in the last place, relative to the number. FP16_SUBNORMAL: absolute, below the smallest
-# normal FP16.
-FP16_UNIT = 2.0**-11
-FP16_SUBNORMAL = 2.0**-25
-FP32_UNIT = 2.0**-24
-
 # The number of valid ids where any int64 is one.
 ANY_INT64 = 2**64
-_SCALE_AND_BIAS_BYTES = 4
 # Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
 # UTF-8 has no surrogates.
 _NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFormat:
-    """How a row of one weight dtype is stored.
-
-    Attributes:
-        sparse_type: the dtype's number in FBGEMM's SparseType.
-        bits: size of one element.
-        float_name: numpy's and torch's name of an element's dtype. None: elements are codes.
-        dim_multiple: the dim must be a multiple of this. FBGEMM's op packs only codes that fill words of 16 bits.
-    """
-
-    sparse_type: int
-    bits: int
-    float_name: str | None = None
-    dim_multiple: int = 1
-
-    @property
-    def quantized(self) -> bool:
-        """Whether elements are codes, and a row carries a scale and a bias."""
-        return self.float_name is None
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes before the elements: those of scale and bias."""
-        return _SCALE_AND_BIAS_BYTES if self.quantized else 0
-
-    @property
-    def largest_code(self) -> int:
-        """The largest code of `bits` bits."""
-        return (1 << self.bits) - 1
-
-
-class WeightDtype(enum.Enum):
-    """How a table's rows are stored. The names are those of FBGEMM's SparseType."""
-
-    FP32 = "FP32"
-    FP16 = "FP16"
-    INT8 = "INT8"
-    INT4 = "INT4"
-    INT2 = "INT2"
-
-    @property
-    def format(self) -> RowFormat:
-        """Its entry in the table of row formats."""
-        return ROW_FORMATS[self]
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of a row of `dim` elements at row alignment 1, scale and bias included."""
-        return self.format.header_bytes + dim * self.format.bits // 8
-
-
-# All properties of a dtype are here, and nowhere else.
-ROW_FORMATS = {
-    WeightDtype.FP32: RowFormat(sparse_type=0, bits=32, float_name="float32"),
-    WeightDtype.FP16: RowFormat(sparse_type=1, bits=16, float_name="float16"),
-    WeightDtype.INT8: RowFormat(sparse_type=2, bits=8, dim_multiple=2),
-    WeightDtype.INT4: RowFormat(sparse_type=3, bits=4, dim_multiple=4),
-    WeightDtype.INT2: RowFormat(sparse_type=4, bits=2, dim_multiple=8),
-}
-
-
-def dequantize(rows: Bytes, dtype: WeightDtype) -> Floats:
-    """The numbers of stored rows.
-
-    Args:
-        rows: uint8 [n, row bytes].
-        dtype: how they are stored.
-
-    Returns:
-        float32 [n, dim]. It shares the memory of `rows` if these are FP32.
-    """
-    row_format = dtype.format
-    if row_format.float_name is not None:
-        return rows.view(row_format.float_name).astype(np.float32, copy=False)
-    codes = rows[:, row_format.header_bytes :]
-    in_byte = 8 // row_format.bits
-    numbers: Floats = np.empty((len(rows), codes.shape[1] * in_byte), np.float32)
-    if in_byte == 1:
-        np.copyto(numbers, codes)
-    else:
-        # A table with the codes of each byte is six times as fast as shifting and masking. `clip` clips nothing here:
-        # with another mode, numpy would copy `out`.
-        np.take(_codes_of_bytes(dtype), codes, axis=0, out=numbers.reshape(*codes.shape, in_byte), mode="clip")
-    scales_and_biases = scales_and_biases_of(rows).astype(np.float32)
-    numbers *= scales_and_biases[:, :1]
-    numbers += scales_and_biases[:, 1:]
-    return numbers
-
-
-def scales_and_biases_of(rows: Bytes) -> Halves:
-    """The scale and the bias of each quantized row.
-
-    Args:
-        rows: uint8 [n, row bytes], of a dtype with codes.
-
-    Returns:
-        float16 [n, 2], a copy: the scale, then the bias.
-    """
-    # As one number of four bytes, which numpy copies at once. Otherwise it copies byte by byte.
-    return rows[:, :_SCALE_AND_BIAS_BYTES].view(np.uint32).copy().view(np.float16)
-
-
-@cache
-def _codes_of_bytes(dtype: WeightDtype) -> Floats:
-    """The codes in each byte, the lower bits first: float32 [256, codes in a byte]."""
-    shifts = np.arange(0, 8, dtype.format.bits)
-    codes: Floats = ((np.arange(256)[:, np.newaxis] >> shifts) & dtype.format.largest_code).astype(np.float32)
-    return codes
 
 
 def is_name(text: str) -> bool:

@@ -27,12 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.delta import find_step
+from serving.bundle.formats import Bytes
 from serving.bundle.lineage import lineage_of
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
 from serving.bundle.plan import Shard
 from serving.bundle.signature import TrustedKeys
-from serving.bundle.tables import Bytes, Table
+from serving.bundle.tables import Table
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.files import UNREADABLE, open_file
 from serving.tables.huge_page_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken

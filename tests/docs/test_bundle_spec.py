@@ -126,7 +126,7 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     types: dict[str, str], output_dtype: str, weighted: bool | str | None, tmp_path: Path
 ) -> None:
     config = ExportConfig(
-        dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
+        dtype={f"{dtype}_*": WeightDtype[dtype] for dtype in DTYPES},
         id_policy={"INT4_*": IdPolicy.ZERO, "INT2_*": IdPolicy.MODULO, "FP32_*": DefaultRow(default_row=7)},
         output_dtype=OutputDtype(output_dtype),
         sharding=Sharding(ranks=4, ranks_per_host=2, types=types),

@@ -213,7 +213,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
         module = positioned() if weighted is None else collection(weighted=bool(weighted))
     has_weights = weighted is not False
     config = ExportConfig(
-        dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
+        dtype={f"{dtype}_*": WeightDtype[dtype] for dtype in DTYPES},
         id_policy={"INT4_*": IdPolicy.ZERO, "INT2_*": IdPolicy.MODULO, "FP32_*": DefaultRow(default_row=7)},
         output_dtype=OutputDtype(output_dtype),
         sums_dtype=OutputDtype(sums_dtype),

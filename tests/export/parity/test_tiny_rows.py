@@ -12,8 +12,8 @@ from export import ExportConfig, OutputDtype, WeightDtype, export_model, export_
 from export.errors import ParityError
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
+from serving.bundle.formats import CodeRows
 from serving.bundle.opening import open_bundle
-from serving.bundle.tables import dequantize
 from serving.engine import Engine
 from tests.support.models import Spec, collection
 
@@ -85,7 +85,7 @@ def test_no_row_moves_by_much_of_itself_without_a_note(dtype: WeightDtype) -> No
         stored = quantize("t", 0, torch.from_numpy(row), dtype).numpy()
         error = TableError(dtype)
         error.add(0, row, stored, np.empty_like(row))
-        moved, largest = np.abs(dequantize(stored, dtype) - row).max(), np.abs(row).max()
+        moved, largest = np.abs(dtype.format.dequantize(stored) - row).max(), np.abs(row).max()
         expected = moved > largest / 32 and moved > 2 * _explained(row, dtype)
         assert (error.coarse.count == 1) == expected
         assert error.unexplained_row is None
@@ -95,7 +95,7 @@ def test_no_row_moves_by_much_of_itself_without_a_note(dtype: WeightDtype) -> No
 def _explained(row: npt.NDArray[np.float32], dtype: WeightDtype) -> float:
     """How far half a step, and 11 bits of a scale and a bias, can move an element."""
     largest, unit = float(np.abs(row).max()), 2.0**-11
-    if not dtype.format.quantized:
+    if not isinstance(dtype.format, CodeRows):
         return largest * unit
     step = (float(row.max()) - float(row.min())) / dtype.format.largest_code
     return step * (0.5 + dtype.format.largest_code * unit) + abs(float(row.min())) * unit + 8 * 2.0**-24 * largest

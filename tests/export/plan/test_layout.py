@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 from export.plan.planner import with_offsets
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import Shard
-from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
+from serving.bundle.tables import IdPolicy, Pooling, Table
 
 MIB = 1 << 20
 

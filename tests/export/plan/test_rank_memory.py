@@ -6,8 +6,9 @@ import pytest
 
 from export.errors import PlanError
 from export.plan.planner import check_fits
+from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import ROUTER, Plan, Rank, ShardingType
-from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
+from serving.bundle.tables import IdPolicy, Pooling, Table
 
 # INT8 rows of dim 16 are 20 bytes: 2,000, 1,000 and 200 bytes.
 _TABLES = tuple(

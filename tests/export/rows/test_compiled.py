@@ -7,9 +7,9 @@ import torch
 from export.rows.compiled import compare, unpack
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
-from serving.bundle.tables import WeightDtype, dequantize, scales_and_biases_of
+from serving.bundle.formats import CodeRows, WeightDtype, scales_and_biases_of
 
-CODED = [dtype for dtype in WeightDtype if dtype.format.quantized]
+CODED = [dtype for dtype in WeightDtype if isinstance(dtype.format, CodeRows)]
 
 
 @pytest.mark.parametrize("dtype", CODED, ids=lambda dtype: dtype.value)
@@ -20,7 +20,7 @@ def test_codes_are_unpacked_as_numpy_does(dtype: WeightDtype, rows: int, dim: in
     halves = torch.from_numpy(scales_and_biases_of(stored))
     found = torch.full((rows, dim), float("nan"))
     unpack(torch.from_numpy(stored[:, 4:]), dtype.format.bits, halves.float(), found)
-    np.testing.assert_array_equal(found.numpy(), dequantize(stored, dtype))
+    np.testing.assert_array_equal(found.numpy(), dtype.format.dequantize(stored))
 
 
 @pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
@@ -29,7 +29,7 @@ def test_an_error_is_the_one_that_numpy_finds(dtype: WeightDtype) -> None:
     stored = quantize("t", 0, torch.from_numpy(rows), dtype).numpy()
     error = TableError(dtype)
     error.add(100, rows, stored, np.full_like(rows, np.nan))
-    numbers = dequantize(stored, dtype)
+    numbers = dtype.format.dequantize(stored)
     moved = np.abs(rows - numbers).max(axis=1)
     assert (error.tally.largest, error.tally.elements) == (moved.max(), rows.size)
     assert error.tally.worst_row == (100 + int(moved.argmax()) if moved.any() else 0)

@@ -18,7 +18,7 @@ from tests.support.models import Spec, collection
 def test_bytes_are_those_of_fbgemm_s_own_op(bits: int, dtype: torch.dtype) -> None:
     rows = torch.randn(1000, 16).to(dtype)
     fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
-    stored = quantize("t", 0, rows, WeightDtype(f"INT{bits}"))
+    stored = quantize("t", 0, rows, WeightDtype[f"INT{bits}"])
     assert torch.equal(stored[:, 4:], fused[:, :-4])
     assert torch.equal(stored[:, :4], fused[:, -4:])
 

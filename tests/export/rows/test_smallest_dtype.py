@@ -15,7 +15,7 @@ from export.trained import checkpoint
 from export.trained.checkpoint import InMemory
 from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import TrainedTable
-from serving.bundle.tables import Pooling, dequantize
+from serving.bundle.tables import Pooling
 from tests.support import oracle
 from tests.support.models import MIXED, collection, float_tables
 
@@ -54,7 +54,7 @@ def test_a_table_that_moves_exactly_as_far_as_it_may_is_within_the_limit(dtype: 
     narrower = [each for each in WeightDtype if each.format.bits < dtype.format.bits]
 
     def error(stored: WeightDtype) -> float:
-        return float(np.abs(rows.numpy() - dequantize(quantize("t", 0, rows, stored).numpy(), stored)).max())
+        return float(np.abs(rows.numpy() - stored.format.dequantize(quantize("t", 0, rows, stored).numpy())).max())
 
     limit = error(dtype)
     assert all(error(each) > limit for each in narrower)

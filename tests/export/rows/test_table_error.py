@@ -14,6 +14,7 @@ from export.rows import rank_files
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
 from export.trained import checkpoint
+from serving.bundle.formats import CodeRows
 from tests.support.folders import files
 from tests.support.models import Spec, collection
 
@@ -29,7 +30,7 @@ def _written(number: float) -> Callable[[torch.Tensor, WeightDtype, int], None]:
     """Write a number into a row: as its first element, or as its scale."""
 
     def write(stored: torch.Tensor, dtype: WeightDtype, row: int) -> None:
-        name = dtype.format.float_name or "float16"
+        name = "float16" if isinstance(dtype.format, CodeRows) else dtype.format.torch_name
         stored.numpy().view(name)[row, 0] = number
 
     return write

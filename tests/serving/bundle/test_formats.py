@@ -1,4 +1,4 @@
-"""The table of row formats: every entry packs, unpacks, stays within its bound, and is known to the kernel."""
+"""Row formats: each packs, unpacks, stays within its bound, and is known to the kernel."""
 
 from unittest import mock
 
@@ -11,21 +11,19 @@ from export.errors import QuantizeError
 from export.program.tbe_call import Segment, TbeCall
 from export.rows.quantize import check_dim, quantize, torch_dtype
 from export.rows.table_error import rounding_bounds
+from serving.bundle.formats import CodeRows, FloatRows, Int8, WeightDtype, scales_and_biases_of
 from serving.bundle.plan import COLUMN_MULTIPLE
-from serving.bundle.tables import ROW_FORMATS, Pooling, WeightDtype, dequantize, scales_and_biases_of
+from serving.bundle.tables import OutputDtype, Pooling
 from tests.support import oracle
 
 every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
-
-
-def test_each_dtype_has_one_entry() -> None:
-    assert list(ROW_FORMATS) == list(WeightDtype)
 
 
 @every_dtype
 def test_fbgemm_calls_each_dtype_so(dtype: WeightDtype) -> None:
     theirs = SparseType.from_int(dtype.format.sparse_type)
     assert (theirs.name, theirs.bit_rate()) == (dtype.value, dtype.format.bits)
+    assert WeightDtype(dtype.value) is dtype
 
 
 @every_dtype
@@ -38,7 +36,7 @@ def test_what_is_packed_unpacks_within_its_bound(dtype: WeightDtype, trained: to
     check_dim("t", dim, dtype)
     stored = quantize("t", 0, rows, dtype).numpy()
     assert stored.shape == (100, dtype.row_bytes(dim))
-    numbers = dequantize(stored, dtype)
+    numbers = dtype.format.dequantize(stored)
     np.testing.assert_array_equal(numbers, oracle.unpacked(stored.tobytes(), 100, dim, dtype.value))
     error, bounds = np.abs(floats - numbers).max(axis=1), rounding_bounds(floats, stored, dtype)
     assert (error <= bounds).all()
@@ -49,7 +47,7 @@ def test_what_is_packed_unpacks_within_its_bound(dtype: WeightDtype, trained: to
 def test_header_is_scale_and_bias(dtype: WeightDtype) -> None:
     rows = torch.tensor([[-1.0, *[0.0] * 6, 2.0]])
     stored = quantize("t", 0, rows, dtype).numpy()
-    if not dtype.format.quantized:
+    if not isinstance(dtype.format, CodeRows):
         assert stored.shape[1] * 8 == 8 * dtype.format.bits
         return
     scale, bias = scales_and_biases_of(stored)[0]
@@ -74,24 +72,31 @@ def test_columns_are_cut_at_whole_bytes(dtype: WeightDtype) -> None:
 @every_dtype
 def test_torch_s_dtype_is_that_of_an_element_or_a_byte(dtype: WeightDtype) -> None:
     assert torch_dtype(dtype).itemsize * 8 == max(8, dtype.format.bits)
-    assert torch_dtype(dtype).is_floating_point is not dtype.format.quantized
+    assert torch_dtype(dtype).is_floating_point is isinstance(dtype.format, FloatRows)
 
 
 @every_dtype
 def test_the_kernel_is_told_the_widest_segment_of_each_dtype(dtype: WeightDtype) -> None:
     segments = [Segment(dtype, width, 0) for width in (8, 24, 16)]
-    tbe = TbeCall(segments, Pooling.SUM, WeightDtype.FP32, row_alignment=1)
+    tbe = TbeCall(segments, Pooling.SUM, OutputDtype.FP32, row_alignment=1)
     with mock.patch.object(torch.ops.fbgemm, "int_nbit_split_embedding_codegen_lookup_function") as operator:
         tbe(torch.empty(0), torch.empty(0), torch.empty(0), None, None)
     told = operator.call_args.kwargs
     assert told["weights_tys"].tolist() == [dtype.format.sparse_type] * 3
     widest = {name: width for name, width in told.items() if name.startswith("max_") and width}
-    assert widest == {f"max_{'int' if dtype.format.quantized else 'float'}{dtype.format.bits}_D": 24}
+    kind = "int" if isinstance(dtype.format, CodeRows) else "float"
+    assert widest == {f"max_{kind}{dtype.format.bits}_D": 24}
+
+
+def test_unknown_width_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Int8, "max_width_argument", "max_int9_D")
+    with pytest.raises(KeyError, match="max_int9_D"):
+        TbeCall([Segment(WeightDtype.INT8, 8, 0)], Pooling.SUM, OutputDtype.FP32, row_alignment=1)
 
 
 @every_dtype
 def test_the_kernel_reads_the_numbers_that_rows_stand_for(dtype: WeightDtype) -> None:
     stored = quantize("t", 0, torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), dtype)
-    tbe = torch.jit.script(TbeCall([Segment(dtype, 8, 0)], Pooling.SUM, WeightDtype.FP32, row_alignment=1))
+    tbe = torch.jit.script(TbeCall([Segment(dtype, 8, 0)], Pooling.SUM, OutputDtype.FP32, row_alignment=1))
     answer = tbe(stored.view(-1), torch.arange(16), torch.arange(17), None, None)
-    np.testing.assert_allclose(answer.numpy(), dequantize(stored.numpy(), dtype), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(answer.numpy(), dtype.format.dequantize(stored.numpy()), rtol=1e-6, atol=1e-6)
