@@ -19,7 +19,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit sbom pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -60,6 +60,9 @@ lint: $(STAMP) ## ruff and mypy --strict
 
 mutants: $(STAMP) ## Change checked code, and list the changes that no test notices (hours; PART=export-rows, MUTANTS='export.rows.table_error*')
 	@requirements/mutants.sh "$(PART)" $(MUTANTS)
+
+promises: $(STAMP) ## Write the tests of each promise into docs/reliability.md and docs/security.md
+	@$(BIN)/python -m tests.docs.promises
 
 fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real server; ends in one line of figures
 	@$(BIN)/python -m tests.fuzz

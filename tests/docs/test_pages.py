@@ -34,16 +34,6 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), test
 
 
-@pytest.mark.parametrize("name", ["reliability.md", "security.md"])
-def test_every_promise_is_shown_by_make_test(name: str) -> None:
-    """Of a test that a page names, some may be long, but not all of it."""
-    text = (ROOT / "docs" / name).read_text()
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    long = set(re.findall(r"^@pytest\.mark\.long\n(?:@.*\n)*def (test_\w+)", tests, re.MULTILINE))
-    assert long, "there are none, or they are marked in another way"
-    assert {test for test in re.findall(r"`(test_\w+)`", text) if test in long} == set()
-
-
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
 def test_the_index_has_every_decision(page: Path) -> None:
     number, title = re.findall(r"^# (\d+)\. (.+)\n", page.read_text())[0]

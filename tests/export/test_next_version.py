@@ -70,6 +70,9 @@ def ones(rows: int = 1, dim: int = 8) -> npt.NDArray[np.float32]:
     return np.ones((rows, dim), np.float32)
 
 
+@pytest.mark.promise(
+    "A version compacted from a version and its deltas equals an export of the changed model byte for byte"
+)
 def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
     """Of all dtypes, in all ways to cut tables; and its lineage goes on."""
     model = collection(MIXED)
@@ -94,6 +97,7 @@ def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_mod
     assert publish_changes(r, "m", model) is None
 
 
+@pytest.mark.promise("Rolled-back rows take no later delta of the training that made them")
 def test_rows_are_rolled_back_by_a_version_that_takes_no_later_delta(tmp_path: Path) -> None:
     model = collection(SUM)
     r = tmp_path / "r"
@@ -194,6 +198,9 @@ def bundles(repository: Path, version: int) -> dict[str, Path]:
     return {model.name: model / str(version) for model in repository.iterdir() if (model / str(version)).exists()}
 
 
+@pytest.mark.promise(
+    "A version compacted from a version and its deltas equals an export of the changed model byte for byte"
+)
 def test_a_version_on_hosts_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
     """The router's and each host's; and their lineages go on."""
     model = collection(MIXED)
@@ -277,6 +284,7 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
         compact(r, MODEL, until=1)
 
 
+@pytest.mark.promise("`compact` and `squash` sign nothing that was not signed")
 def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
     for name in ("key", "other"):
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / f"{name}.pem"], check=True)

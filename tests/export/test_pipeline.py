@@ -83,6 +83,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: P
     assert (tmp_path / "r" / "m" / "1" / "weights.0.bin").stat().st_size == 3_000_000 * 68
 
 
+@pytest.mark.promise("A killed export, or one with a full disk, leaves whole versions or nothing")
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, large_checkpoint: Path) -> None:
     """A limit on the size of files stands in for the disk: the kernel refuses the write in the same way."""
     command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint), str(50 << 20)]

@@ -19,6 +19,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.promise("Clients reconnect to a server that was killed and restarted")
 @pytest.mark.parametrize("asked", LOADS[:2])
 def test_clients_find_a_server_that_was_killed_and_started_again(
     asked: Callable[[Path], Asked], tmp_path: Path
@@ -31,6 +32,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
     assert seen.left == 0
 
 
+@pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
 @pytest.mark.parametrize("asked", one_in(3, LOADS))
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     asked: Callable[[Path], Asked], tmp_path: Path
@@ -41,6 +43,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     assert seen.answers >= 8
 
 
+@pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
 @pytest.mark.parametrize("by", one_in(2, [servers.by_sigstop, servers.by_a_debugger]))
 def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
@@ -52,6 +55,9 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     assert seen.answers >= 8
 
 
+@pytest.mark.promise(
+    "Weights that are deleted, replaced, cut or overwritten under a server are refused when it reloads them"
+)
 @pytest.mark.long
 @pytest.mark.parametrize("change", one_in(2, [files.deleted, files.replaced]))
 def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
@@ -64,6 +70,9 @@ def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     assert seen.code == 1
 
 
+@pytest.mark.promise(
+    "Weights that are deleted, replaced, cut or overwritten under a server are refused when it reloads them"
+)
 @pytest.mark.long
 def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_path: Path) -> None:
     """The kernel ends the process that reads them (SIGBUS)."""
@@ -74,6 +83,9 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
     assert seen.code == 1
 
 
+@pytest.mark.promise(
+    "Weights that are deleted, replaced, cut or overwritten under a server are refused when it reloads them"
+)
 def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
     """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
     seen = files.weights_change(tmp_path, files.overwritten, kill=True)
@@ -83,12 +95,14 @@ def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tm
     assert seen.code == 1
 
 
+@pytest.mark.promise("Concurrent publishers of one model each publish a whole version of their own")
 @pytest.mark.parametrize("each", one_in(2, [1, 2]))
 def test_publishers_that_meet_all_publish_whole_versions(each: int, tmp_path: Path) -> None:
     bundles = files.published_at_once(tmp_path, publishers=2, each=each)
     assert sorted(int(bundle.name) for bundle in bundles) == [*range(1, 2 * each + 1)]
 
 
+@pytest.mark.promise("Requests that were cancelled or are past their deadline are not looked up")
 @pytest.mark.parametrize("cancelled", one_in(2, [True, False]), ids=["cancelled", "deadlines"])
 def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: bool) -> None:
     """However long it takes the server to hear of it: it is given more time until it has."""
@@ -101,6 +115,7 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
     raise AssertionError(seen.line())
 
 
+@pytest.mark.promise("Bursts of cancelled calls under load end neither the service nor its stop")
 def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
     seen = clients.give_up(tmp_path, seconds=2)
     print(seen.line())
@@ -108,23 +123,27 @@ def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path
     assert seen.code == 0
 
 
+@pytest.mark.promise("Clients that begin a call and fall silent delay no other client")
 def test_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
     seen = clients.slow(tmp_path, each=8)
     assert (seen.right, seen.asked, seen.connections) == (200, 200, 48)
 
 
+@pytest.mark.promise("Lengths that promise more ids than the payload holds are refused before anything is allocated")
 def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
     told, grown = memory.lying_lengths(tmp_path)
     assert told == {"INVALID_ARGUMENT"}
     assert grown < 1 << 30  # a single one of these lengths is 16 GiB of ids
 
 
+@pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
 def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     seen = memory.shared_memory_full(tmp_path)
     assert "Failed to increase the shared memory pool size" in seen.told
     assert seen.right == seen.asked
 
 
+@pytest.mark.promise("A request far beyond every limit is refused, and its memory is released")
 def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     """0.2 GB here, 1.9 GB in `make faults`: it grew by two and a half of them for each."""
     seen = memory.huge(tmp_path, clients.message(25_000_000), times=5)
@@ -135,6 +154,7 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
 
 
+@pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
 def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
     seen = lying.lied(tmp_path, 1)
     print(seen.line())

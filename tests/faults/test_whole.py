@@ -9,6 +9,9 @@ from tests.faults import memory, whole
 from tests.support.growth import keeps_growing
 
 
+@pytest.mark.promise(
+    "A version with a damaged `scores.pt` or `ids.bin` is refused by file name, and the serving version continues"
+)
 @pytest.mark.parametrize(
     "damages",
     [
@@ -27,6 +30,7 @@ def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_bef
         assert file in said
 
 
+@pytest.mark.promise("Requests for scores that would wait too long are refused, and the others are right")
 def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
     seen = whole.shed(tmp_path, at_once=64)
     print(seen.line())

@@ -44,6 +44,9 @@ def served(published: tuple[list[Model], Path]) -> Iterator[tuple[list[Model], S
         yield models, server
 
 
+@pytest.mark.promise(
+    "Every message to `ModelInfer`, whatever its bytes, is answered as [the protocol](protocol.md) says or refused with a gRPC status"
+)
 def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[Model], Server]) -> None:
     models, server = served
     outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, COUNT, seed=1)
@@ -176,6 +179,7 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     assert refused == 50
 
 
+@pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
 def test_after_a_shape_that_overflows_the_model_serves_again(
     published: tuple[list[Model], Path], tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def brought(bundle: Path, url: str) -> list[int]:
     return listed(store.folder / found.model / found.name)
 
 
+@pytest.mark.promise("Machines that publish deltas to one store concurrently each get a number")
 def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str], None], tmp_path: Path) -> None:
     """In a folder, which creates at once, as S3 does: moto's server looks first and then writes."""
     url = f"file://{tmp_path}/models"
@@ -473,6 +474,9 @@ def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[s
     assert brought(tmp_path / "r" / "m" / "3", url) == []
 
 
+@pytest.mark.promise(
+    "A server is ready once it has applied all deltas of its store, and continues when the store is unreachable"
+)
 def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
     machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

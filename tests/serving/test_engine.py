@@ -230,6 +230,7 @@ def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
     np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
 
 
+@pytest.mark.promise("Concurrent threads on one program return the answers of a single thread")
 def test_eight_threads_on_one_program_answer_as_one(engine: Engine) -> None:
     """They share the tensor that FBGEMM counts its warnings in (FBGEMM #3631)."""
     random = np.random.default_rng(5)
@@ -322,6 +323,7 @@ except BundleError as error:
 """
 
 
+@pytest.mark.promise("A rank that does not fit into memory is refused by name, and the serving version continues")
 def test_weights_that_cannot_be_mapped_are_refused_with_what_to_do(tmp_path: Path) -> None:
     bundle = export_model(collection((Spec("t", 500_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
     done = subprocess.run(

@@ -149,6 +149,7 @@ def test_python_does_not_make_a_folder_of_a_url(url: str, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.promise("Of two publishers of one version number in a store, one succeeds")
 def test_of_two_publishers_one_gets_the_number(url: str, tmp_path: Path) -> None:
     for number in range(2):
         export_model(collection(SUM, seed=number), tmp_path / str(number), "m")
@@ -181,6 +182,7 @@ def test_another_bundle_under_a_number_is_refused(url: str, tmp_path: Path) -> N
         Store(url).pull("m", 1, tmp_path / "r")
 
 
+@pytest.mark.promise("Versions in a store are compared with their digests before they are served")
 def test_a_damaged_object_is_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
     published(url)
     key = key_of(url, "m/1/weights.0.bin")
@@ -352,6 +354,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(collection(LARGE), tmp_path_factory.mktemp("large") / "r", "m")
 
 
+@pytest.mark.promise("A killed push or pull leaves a whole version or none, and the next one resumes it")
 @pytest.mark.parametrize(
     ("kept", "asked_again"), [("whole parts", 2), ("a byte", 4), ("nothing right", 3), ("too much", 4)]
 )
@@ -396,6 +399,7 @@ else:
 """
 
 
+@pytest.mark.promise("A killed push or pull leaves a whole version or none, and the next one resumes it")
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp_path: Path) -> None:
     here = tmp_path / "here"
@@ -536,6 +540,7 @@ def test_a_folder_can_be_a_store(tmp_path: Path) -> None:
     verify_digests(open_bundle(tmp_path / "here" / "m" / "1"))
 
 
+@pytest.mark.promise("A server that follows a store continues when the store is unreachable")
 def test_a_server_follows_a_store_and_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, cache = f"s3://{BUCKET}/models", tmp_path / "cache" / "repository"
     bags = {"x": [[1, 2], [3]]}

@@ -16,6 +16,7 @@ ROUNDS = 10
 NOISE_BYTES = 256 << 10
 
 
+@pytest.mark.promise("At 80 % of capacity all answers are right, and memory, descriptors and threads stop growing")
 @pytest.mark.parametrize(
     ("publish", "seconds"), one_in(4, [(fresh, 0.3), (lookups, 1.5), (fresh, 1.5), (scores, 1.5)])
 )
@@ -41,6 +42,9 @@ def test_under_load_all_answers_are_right_and_whatever_grows_stops(
         assert not keeps_growing(held.threads), held.threads
 
 
+@pytest.mark.promise(
+    "At three times the capacity excess requests are refused as UNAVAILABLE, and the others are answered soon"
+)
 def test_more_load_than_there_is_capacity_is_refused_by_type_and_forgotten(tmp_path: Path) -> None:
     """Four hundred wait all the time, for a model that takes at least 4 ms for each: on a slow machine it is worse."""
     settings = ServingSettings(max_busy_ms=BUSY_MS, max_call_ids=CALL_IDS)

@@ -180,6 +180,9 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
 ]
 
 
+@pytest.mark.promise(
+    "A forward that changes with the number of ids, over time or with padding is refused at export with its line"
+)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("kind", "example", "why"), [pytest.param(*each, id=each[0].__name__) for each in WRONG])
 def test_what_is_otherwise_for_other_requests_is_refused(
@@ -191,6 +194,9 @@ def test_what_is_otherwise_for_other_requests_is_refused(
     assert not (tmp_path / "r" / "m").exists()
 
 
+@pytest.mark.promise(
+    "A forward that changes with the number of ids, over time or with padding is refused at export with its line"
+)
 def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> None:
     """Whatever the example's samples have: it was read of more ids than the limit alone."""
     torch.manual_seed(0)

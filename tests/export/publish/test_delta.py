@@ -186,6 +186,7 @@ def tables_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: bag.weight.data for name, bag in model.embedding_bags.items()}
 
 
+@pytest.mark.promise("Concurrent or killed publishers of deltas leave whole deltas, each with a number of its own")
 def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path) -> None:
     def publish(value: int) -> int:
         return publish_delta(repository, "m", {"a": ([value], np.full((1, 8), value, np.float32))}).sequence
@@ -212,6 +213,7 @@ def test_a_gap_that_servers_would_wait_for_is_named(repository: Path) -> None:
         publish_delta(repository, "m", CHANGED, version=0)
 
 
+@pytest.mark.promise("Concurrent or killed publishers of deltas leave whole deltas, each with a number of its own")
 def test_a_publisher_that_is_killed_leaves_whole_deltas_or_none(repository: Path) -> None:
     program = f"""
 import numpy as np

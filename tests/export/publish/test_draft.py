@@ -149,6 +149,7 @@ def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
+@pytest.mark.promise("A killed export, or one with a full disk, leaves whole versions or nothing")
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.long)])
 def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_path: Path, times: int) -> None:
     command = [sys.executable, "-m", "tests.support.killed_exports", str(tmp_path), str(times)]

@@ -206,6 +206,7 @@ def archive(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.promise("Exporting a checkpoint runs no code from its pickles")
 @pytest.mark.parametrize(("module", "name"), HARMFUL)
 def test_no_pickle_runs_code(tmp_path: Path, module: str, name: str) -> None:
     harmed = tmp_path / "harmed"

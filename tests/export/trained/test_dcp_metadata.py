@@ -97,6 +97,7 @@ def snapshot() -> dict[str, Any]:
     return {f"{number} {holder}": dict(vars(holder)) for number, holder in enumerate(holders)}
 
 
+@pytest.mark.promise("Exporting a checkpoint runs no code from its pickles")
 @pytest.mark.parametrize(("module", "name"), [*HARMFUL, ("planted", "touched")])
 def test_no_name_leads_to_code(tmp_path: Path, harmed: Path, module: str, name: str) -> None:
     call = text(f"touch {harmed}") + b"\x85R"
@@ -224,6 +225,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.promise("Exporting a checkpoint runs no code from its pickles")
 def test_every_opcode_that_calls_or_resolves_runs_nothing(tmp_path: Path, harmed: Path, checkpoint: Path) -> None:
     before, source = snapshot(), random.Random(0)
     whole = (checkpoint / ".metadata").read_bytes()

@@ -131,6 +131,7 @@ def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(mixed, monkeypatch, ServingSettings(merged_requests=1, max_busy_ms=BUSY_MS), largest_handover=8)
 
 
+@pytest.mark.promise("A backlog longer than `max-busy-ms` is refused before it is looked up")
 def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(bench: Bench) -> None:
     assert bench.answer(7, 30) == "rrraaaa"
     assert bench.decoded == 4
@@ -167,6 +168,7 @@ def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench
     assert bench.answer(7, 19, refuse_every_other) == "iaiaiai"
 
 
+@pytest.mark.promise("A backlog longer than `max-busy-ms` is refused before it is looked up")
 def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> None:
     """Triton hands over so many at most: more wait behind them, and are refused until fewer do."""
     assert bench.answer(8, 19) == "rraaaaaa"

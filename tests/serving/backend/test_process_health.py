@@ -28,6 +28,7 @@ from tests.support.servers import add_gate, entered, gate_of, held, running, stu
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.promise("No caller receives another caller's answer after a process was paused or its clock set forward")
 @pytest.mark.parametrize("answers", one_in(2, [True, False]), ids=["that_answers", "that_is_idle"])
 def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_path: Path, answers: bool) -> None:
     """All are as large: the answer to another request would be taken for one's own."""
@@ -87,6 +88,7 @@ def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_pat
     assert not stub.is_busy()
 
 
+@pytest.mark.promise("No caller receives another caller's answer after a process was paused or its clock set forward")
 def test_a_process_ends_when_the_clock_was_set_forward_and_not_when_it_was_set_back() -> None:
     """Triton measures its second by that clock. A clock of our own: no load makes it go on."""
     now, ended = [1000.0], threading.Event()

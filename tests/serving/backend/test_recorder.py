@@ -68,6 +68,7 @@ def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path
     assert (tmp_path / "m.jsonl").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.promise("Nothing that a client sends makes a captured file unreadable")
 def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path))
     with (
@@ -191,6 +192,7 @@ print((folder / "file").read_text(), end="")
 """
 
 
+@pytest.mark.promise("A full disk truncates no captured request, and capture resumes when there is space")
 def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     mine = () if os.getuid() == 0 else ("--user", "--map-root-user")
@@ -255,6 +257,7 @@ def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path:
     assert [each.features for each in read_captured(tmp_path / "file")] == [["x"]]
 
 
+@pytest.mark.promise("A file of captured requests is readable by the server's user alone")
 def test_a_file_that_others_could_read_is_closed_to_them_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

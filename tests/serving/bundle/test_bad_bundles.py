@@ -20,6 +20,8 @@ from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support.json_edits import edits
 from tests.support.models import MIXED, collection
 
+pytestmark = pytest.mark.promise("A damaged bundle is refused by name before it serves")
+
 Change = Callable[[Path], None]
 
 CONFIG = ExportConfig(

@@ -66,6 +66,7 @@ def no_own_rank(manifest: Any) -> None:
     manifest["hosts"].insert(0, {**manifest["hosts"][0], "host": -1})
 
 
+@pytest.mark.promise("A host's manifest that contradicts itself or its router's plan is refused")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,6 +135,7 @@ def test_a_router_s_manifest_that_contradicts_itself_is_refused(router: Path, ch
     assert str(router) in str(refused.value)
 
 
+@pytest.mark.promise("A host's manifest that contradicts itself or its router's plan is refused")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

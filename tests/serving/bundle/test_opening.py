@@ -212,6 +212,7 @@ def test_each_rank_has_a_file_of_its_own(repository: Path, tmp_path: Path) -> No
         open_bundle(bundle)
 
 
+@pytest.mark.promise("A path that leads out of the bundle is refused")
 @pytest.mark.parametrize("name", ["../weights.0.bin", "a\0b"], ids=["path", "zero byte"])
 def test_a_path_out_of_the_bundle_is_refused_even_with_a_digest(bundle: Path, name: str) -> None:
     def leave(manifest: Any) -> None:

@@ -98,6 +98,7 @@ def of_another_model(target: Target) -> None:
         shutil.copy(theirs, release_path(target.model).with_suffix(suffix))
 
 
+@pytest.mark.promise("A release without a trusted signature is refused")
 @pytest.mark.parametrize("spoil", [unsigned, changed, by_somebody_else, of_another_model])
 def test_a_release_that_no_trusted_key_signed_is_refused(target: Target, spoil: Callable[[Target], None]) -> None:
     release(target, "2")

@@ -149,6 +149,7 @@ def test_trusted_keys_are_read_strictly(tmp_path: Path, content: bytes, message:
         TrustedKeys.read(tmp_path / "t.pem")
 
 
+@pytest.mark.promise("A private key is refused as a trusted key and is not shown")
 def test_a_private_key_is_not_taken_for_a_trusted_one_nor_shown(keys: Path) -> None:
     with pytest.raises(ConfigurationError, match="got PRIVATE KEY") as refused:
         TrustedKeys.read(keys / "key.pem")

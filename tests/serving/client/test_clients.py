@@ -74,6 +74,7 @@ def test_mutual_tls_and_a_secret(secured: Server, pems: Path) -> None:
     assert asyncio.run(run())["x"].shape == (1, 8)
 
 
+@pytest.mark.promise("With mutual TLS a client without a certificate is refused")
 @pytest.mark.parametrize(
     ("changes", "metadata"),
     [

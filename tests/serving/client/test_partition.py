@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.promise("Clients of two servers continue with the other server when one falls silent")
 def test_clients_go_elsewhere_when_a_server_falls_silent(one_model: Path, tmp_path: Path) -> None:
     namespace = ("unshare", "--net", *(() if os.getuid() == 0 else ("--user", "--map-root-user")))
     command = [*namespace, sys.executable, "-m", "tests.support.partition", str(one_model), str(tmp_path)]

@@ -37,6 +37,7 @@ def load(server: Running, *more: str) -> Result:
     return command("load", "m", "--url", server.grpc, *more)
 
 
+@pytest.mark.promise("A model that is reloaded after its repository was changed is the signed one")
 def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: Target) -> None:
     with running(target.repository, "--trusted-keys", str(target.trusted)) as server:
         add_code(target, target.newest)
@@ -86,6 +87,7 @@ def wait_for_stubs(server: psutil.Process, count: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.promise("What is refused is refused before tritonserver starts")
 def test_the_command_refuses_before_tritonserver_starts(target: Target) -> None:
     unsigned_version(target)
     done = tbe_serve("run", str(target.repository), *FREE_PORTS, "--trusted-keys", str(target.trusted))

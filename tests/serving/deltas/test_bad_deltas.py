@@ -184,6 +184,7 @@ def test_bytes_that_are_no_delta_are_named(what: str, bundle: Bundle) -> None:
         parse(bundle, changed)
 
 
+@pytest.mark.promise("Every flipped bit of an unsigned delta is refused by name")
 def test_every_bit_of_a_delta_is_checked(bundle: Bundle) -> None:
     """A bit that a disk or a copy changed: in rows, it would be another number, which nobody could tell."""
     content = sealed(save(tensors(), metadata(bundle)))

@@ -73,6 +73,7 @@ def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) ->
         assert publish_changes(tmp_path / "r", "m", model) is None  # all rows are there
 
 
+@pytest.mark.promise("A restarted model process or tritonserver finds the mutable tables with all deltas")
 def test_a_model_s_process_that_died_finds_the_copy_with_all_deltas(tmp_path: Path) -> None:
     """It need not be copied again: `tbe-serve run` holds it, and tritonserver may die, too."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -102,6 +103,7 @@ def copies_of(server: Running) -> list[Path]:
     return [Path(each) for each in sorted(found)]
 
 
+@pytest.mark.promise("A delta that cannot be applied is named and stops later deltas, and the model keeps serving")
 def test_what_cannot_be_applied_stops_those_behind_it_and_is_named(tmp_path: Path) -> None:
     """The model serves on, a server that starts meanwhile, too; when another takes its place, all go on."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -159,6 +161,7 @@ def test_a_version_has_its_own_copy_and_its_own_deltas(tmp_path: Path) -> None:
     assert not new.exists()
 
 
+@pytest.mark.promise("A compacted version continues after the deltas that it contains")
 def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) -> None:
     """They are pruned; a delta writer that is killed, and a server that starts, do without them."""
     first = published(tmp_path, 100, DIM, WeightDtype.FP32)

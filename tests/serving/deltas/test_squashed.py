@@ -100,6 +100,7 @@ def remove(bundle: Path, sequences: range) -> None:
         delta_path(folder_of(bundle), number).unlink()
 
 
+@pytest.mark.promise("Squashed deltas give the rows that the single deltas give, for servers at any of them")
 @pytest.mark.parametrize(("dtype", "sharding"), one_in(2, KINDS))
 @pytest.mark.parametrize("at", [0, 5], ids=["from the start", "in between"])
 def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
@@ -125,6 +126,7 @@ def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
         assert (engine.rows("t", [7]) == LAST + 1).all()
 
 
+@pytest.mark.promise("Squashed deltas give the rows that the single deltas give, for servers at any of them")
 def test_a_server_that_starts_reads_one_file_and_what_is_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +162,7 @@ def test_no_model_is_ready_before_what_was_squashed_later_is_applied(
         copy.close()
 
 
+@pytest.mark.promise("No row becomes older or is torn while deltas are squashed")
 def test_no_row_is_torn_and_none_becomes_older_while_deltas_are_squashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +207,7 @@ with copy._state.writing(stop, 1):
 """
 
 
+@pytest.mark.promise("The successor of a killed delta writer finishes the squashed delta that was being applied")
 @pytest.mark.parametrize("slices", one_in(2, [0, 1, 20]))
 @pytest.mark.parametrize("is_squashed", [True, False])
 def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
@@ -352,6 +356,7 @@ def test_a_changed_bit_in_squashed_deltas_stops_until_they_are_right_or_gone(
         check(engine, before)
 
 
+@pytest.mark.promise("`compact` and `squash` sign nothing that was not signed")
 def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
     signed_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

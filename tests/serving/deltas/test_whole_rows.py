@@ -50,6 +50,7 @@ KINDS = [
 ROWS = 1000
 
 
+@pytest.mark.promise("No answer holds a half-written row, and no server returns an older row after a newer one")
 @pytest.mark.parametrize(("dtype", "dim", "sharding"), one_in(3, KINDS))
 def test_no_row_is_torn_and_none_becomes_older(
     dtype: WeightDtype, dim: int, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +70,7 @@ def test_no_row_is_torn_and_none_becomes_older(
     assert [(each["torn"], each["backwards"], each["last"]) for each in found] == [(0, 0, 20.0)] * 2
 
 
+@pytest.mark.promise("Lookups of rows that a killed delta writer wrote in part wait for its successor")
 @pytest.mark.parametrize("lock", [False, True], ids=["fence", "lock"])
 def test_a_reader_waits_for_rows_that_a_killed_delta_writer_half_wrote(
     lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +120,7 @@ def _delta_writers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.promise("Rows are as after a clean run however often the delta writer is killed")
 def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +204,7 @@ def test_a_server_without_a_delta_writer_says_so(tmp_path: Path, monkeypatch: py
     assert not live_copies(copies.environment[LIVE_SERVER])
 
 
+@pytest.mark.promise("The next server adopts the mutable tables of a killed server without copying them")
 @pytest.mark.parametrize("what", ["nothing", "more deltas", "half a row"])
 def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +227,7 @@ def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
         assert (engine.rows("t", np.array([7])) == 5).all()
 
 
+@pytest.mark.promise("Mutable tables with rows of a replaced delta are rebuilt")
 @pytest.mark.parametrize("what", ["another applied", "another begun", "gone", "another folder", "keys"])
 def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -254,6 +259,7 @@ def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
     copy.close()
 
 
+@pytest.mark.promise("The next server adopts the mutable tables of a killed server without copying them")
 def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
     return [each.values for each in read_captured(path, passed_over)], passed_over
 
 
+@pytest.mark.promise("Readers of captured requests skip and count invalid lines")
 @pytest.mark.parametrize("number", ["9" * 5000, f"{10**30}", "1e400", "nan", '"x"', "\udcff"])
 def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: str, tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
@@ -35,6 +36,7 @@ def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: st
         assert said.startswith(expected)
 
 
+@pytest.mark.promise("Readers of captured requests skip and count invalid lines")
 @pytest.mark.parametrize(
     "bad",
     [

@@ -67,6 +67,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
         yield Closed(bundle, server.grpc, pems, one)
 
 
+@pytest.mark.promise("With mutual TLS only routers reach hosts")
 def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_path: Path) -> None:
     own = only(closed.bundle.parents[1], [MODEL], tmp_path / "router")
     metadata = tmp_path / "metadata.json"
@@ -85,6 +86,7 @@ def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_pa
         np.testing.assert_array_equal(found[name], rows)
 
 
+@pytest.mark.promise("With mutual TLS only routers reach hosts")
 @pytest.mark.parametrize("lacking", ["certificate", "root", "tls", "metadata"])
 def test_hosts_are_closed_to_who_lacks_any_of_it(closed: Closed, lacking: str) -> None:
     tls = closed.hosts.tls
@@ -102,6 +104,7 @@ def test_hosts_are_closed_to_who_lacks_any_of_it(closed: Closed, lacking: str) -
     assert SECRET not in str(refused.value)
 
 
+@pytest.mark.promise("A router skips a host that serves another bundle under the same name and version")
 def test_a_host_with_another_bundle_is_not_asked(closed: Closed, tmp_path: Path) -> None:
     """The same plan, model and version, with other rows."""
     other = export_hosts(tmp_path, collection(SUM, seed=1), CONFIG)

@@ -80,6 +80,9 @@ def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
     assert same(*({name: rows for name, rows in each.items() if name not in "bs"} for each in (found, expected)))
 
 
+@pytest.mark.promise(
+    "Requests that need a lost host are refused with its name and its tables, and all others are answered"
+)
 @pytest.mark.parametrize("lose", one_in(3, [refused, silent, stopped]), ids=lambda lose: lose.__name__)
 def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
     served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
@@ -98,6 +101,9 @@ def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
             assert same(until_answered(ask, every), version.one.lookup(every))
 
 
+@pytest.mark.promise(
+    "Requests that need a lost host are refused with its name and its tables, and all others are answered"
+)
 def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
     kept = [bags(served.kept, seed) for seed in range(12)]
     lost = [bags(served.refused, seed) for seed in range(12)]
@@ -114,6 +120,9 @@ def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
         until_answered(ask, lost[0])
 
 
+@pytest.mark.promise(
+    "With `--on-shard-failure TABLE=zero`, a lost host's rows of that table are zeros and are counted"
+)
 def test_zeros_are_counted_by_table_and_a_mean_counts_the_ids_that_are_missing(served: Faulty) -> None:
     """A mean is what is left of the sum, over all ids of the bag."""
     one = served.versions[1].one
@@ -153,6 +162,7 @@ def ready(server: Running, query: str = "") -> str:
         return said
 
 
+@pytest.mark.promise("A router with a lost host is unhealthy but live, and is not restarted as hung")
 def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> None:
     """What tells `tbe-serve run` that a model hangs is answered, whoever else is lost."""
     nothing = {
@@ -187,6 +197,7 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
     assert metric(served.router, "tbe_recoveries_total", model=MODEL) == 0
 
 
+@pytest.mark.promise("A host that returns is used again without a restart of the router")
 def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(served: Faulty) -> None:
     request = bags(EVERY, 1)
     expected = served.versions[1].one.lookup(request)
@@ -199,6 +210,7 @@ def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(se
     assert served.router.triton == router
 
 
+@pytest.mark.promise("A router that died is restarted although a host is lost")
 @pytest.mark.parametrize("kill", one_in(2, ["tritonserver", "model"]))
 def test_a_router_that_was_killed_is_started_again_even_while_a_host_is_lost(served: Faulty, kill: str) -> None:
     one = served.versions[1].one
@@ -303,6 +315,7 @@ def every_way(served: Faulty, *relays: str, version: int = 1) -> Iterator[list[A
             yield [router, engine]
 
 
+@pytest.mark.promise("No request fails when one of two replicas is killed and restarted")
 def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served: Faulty) -> None:
     with every_way(served, "a", "b") as asks, load_of(asks, served.versions[1].one) as wrong:
         until_asked(served.servers["b"])
@@ -311,6 +324,7 @@ def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served:
     assert wrong == []
 
 
+@pytest.mark.promise("No request fails once a silent replica has been noticed")
 @pytest.mark.parametrize("lose", one_in(2, [silent, stopped]), ids=lambda lose: lose.__name__)
 def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
     served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
@@ -327,6 +341,7 @@ def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
     assert metric(served.router, "tbe_host_timeouts_total", model=PAIRS) - before <= 12
 
 
+@pytest.mark.promise("A replica without the version, or with another bundle of it, is skipped")
 def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(served: Faulty) -> None:
     """`c` has neither host: one bundle is of another export, with the same version, the other version 2 alone."""
     one, request = served.versions[1].one, bags(EVERY, 4)
@@ -345,6 +360,7 @@ def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(ser
     assert "has no available versions" not in said[1]
 
 
+@pytest.mark.promise("A replica without the version, or with another bundle of it, is skipped")
 def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_again(served: Faulty) -> None:
     one, request = served.versions[1].one, bags(EVERY, 5)
     with Relay(served.servers["a"].grpc) as relay:
@@ -360,6 +376,7 @@ def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_
             assert same(until_answered(ask, request), one.lookup(request))
 
 
+@pytest.mark.promise("A version that a host lacks is refused with the host's name, and the serving version continues")
 def test_a_version_that_a_host_lacks_is_not_loaded_and_the_present_one_goes_on(served: Faulty) -> None:
     one = served.versions[1].one
     lost = f"host {served.lost} ({MODEL}-host-{served.lost} version 2 at {served.relays['b'].address}): "
@@ -371,6 +388,7 @@ def test_a_version_that_a_host_lacks_is_not_loaded_and_the_present_one_goes_on(s
     assert f"host {1 - served.lost} (" not in done.stderr  # `a` has it
 
 
+@pytest.mark.promise("During a roll-out each answer is computed by the one version that it names")
 def test_half_a_roll_out_serves_one_version_and_never_a_mix(served: Faulty) -> None:
     """`b` refuses the new version, whose files are damaged there, and is passed over; then back."""
     repository = served.repositories["b"]
@@ -394,6 +412,7 @@ def test_half_a_roll_out_serves_one_version_and_never_a_mix(served: Faulty) -> N
                 assert same(ask(request), both[version - 1])
 
 
+@pytest.mark.promise("A router switches no version while a host is lost")
 def test_no_version_is_switched_while_a_host_is_lost(served: Faulty) -> None:
     """Back neither: hosts are asked first, and waited for. The version that serves goes on."""
     request = bags(EVERY, 8)

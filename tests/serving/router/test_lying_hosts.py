@@ -102,6 +102,7 @@ def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
     np.testing.assert_array_equal(answer[EMBEDDINGS], served.version.one.outputs(asked[1])[EMBEDDINGS])
 
 
+@pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
 @pytest.mark.parametrize(
     "refuses",
     [
@@ -121,6 +122,7 @@ def test_a_lie_harms_those_alone_that_need_the_host(
         np.testing.assert_array_equal(engine.lookup(every)[name], rows)
 
 
+@pytest.mark.promise("A router loads no version and is unhealthy while a host answers nothing valid")
 @pytest.mark.parametrize(("lie", "said"), one_in(4, SEEN_WITHOUT_NUMBERS))
 def test_health_and_opening_look_at_the_answer(
     served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str
@@ -134,6 +136,7 @@ def test_health_and_opening_look_at_the_answer(
         Engine.open(served.version.bundle, HostsConfig(addresses=served.addresses(), timeout_s=SILENT_S))
 
 
+@pytest.mark.promise("Malformed, oversized or interrupted answers of a host fail only requests that need it")
 @pytest.mark.parametrize("does", one_in(4, WIRES.values()), ids=WIRES)
 def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, does: Wire) -> None:
     """The engine is opened as one is that served before: nobody is asked first."""
@@ -169,6 +172,7 @@ def assert_refused_as_another_part(router: Path, addresses: Mapping[int, str]) -
     assert all(re.search(expected, text) for text in said)
 
 
+@pytest.mark.promise("A host's manifest that contradicts itself or its router's plan is refused")
 def test_each_other_s_bundles_are_refused_when_the_engine_opens(served: Served, tmp_path: Path) -> None:
     """The hosts are honest, and have the very bundles that the router's names for them."""
     router = shutil.copytree(served.version.bundle, tmp_path / "movies" / "1")

@@ -152,6 +152,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.promise("Each change to a signed bundle or its settings is refused by name")
 @pytest.mark.parametrize(("attack", "message"), REFUSED)
 def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> None:
     attack(target)
@@ -160,6 +161,7 @@ def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.promise("A pipe, device, socket, link or endless file in place of a file is refused without waiting")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "name", ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{each}" for each in sorted(VERSION_FILES))]

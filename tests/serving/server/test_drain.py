@@ -120,6 +120,7 @@ def is_ready(server: Running) -> bool:
         return False
 
 
+@pytest.mark.promise("A server that [drains](operating.md#draining) before a stop loses no call of any gRPC client")
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_a_stop_loses_no_call_of_plain_clients(repository: Path, tmp_path: Path, tls: bool) -> None:
     """One client takes two servers in turn, the other comes by a proxy that leaves a server that is not ready."""
@@ -149,6 +150,7 @@ def status_of(server: Running) -> str:
     return tbe_serve("status", server.grpc).stdout
 
 
+@pytest.mark.promise("A second signal ends a server at once")
 def test_a_server_that_drains_says_so_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     bundle = exported(tmp_path)
     add_gate(bundle)

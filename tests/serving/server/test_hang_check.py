@@ -42,6 +42,7 @@ def test_a_model_hangs_if_it_answers_neither_the_watcher_nor_anybody_else(monkey
     assert hangs_after(monkeypatch, ServingSettings(shard_timeout_ms=30_000)) == 25  # it has no hosts
 
 
+@pytest.mark.promise("A router with a lost host is unhealthy but live, and is not restarted as hung")
 def test_a_router_does_not_hang_because_it_waits_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = {"0": "127.0.0.1:8001"}
     assert hangs_after(monkeypatch, ServingSettings(hosts=hosts, shard_timeout_ms=30_000)) == 85

@@ -191,6 +191,7 @@ def answer_to_nothing(address: tuple[str, int]) -> bytes:
         return client.recv(100)
 
 
+@pytest.mark.promise("A request to the operations port takes bounded memory, whatever its length")
 @pytest.mark.parametrize("of", ["body", "headers"])
 def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
     """Triton 2.51 grew to 3 GB by 17 MiB of chunks of one byte."""
@@ -212,6 +213,7 @@ def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
         assert asked(url_of(address, "/livez"))[0] == 200
 
 
+@pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
 def test_who_holds_connections_keeps_no_probe_out() -> None:
     with listening() as address, ExitStack() as held:
         clients = [held.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(300)]
@@ -225,6 +227,7 @@ def test_who_holds_connections_keeps_no_probe_out() -> None:
                 assert client.recv(1) == b""
 
 
+@pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
 def test_a_connection_that_asks_too_slowly_or_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_http, "_PATIENCE_S", 0.3)
     with listening(page=b"#" * (64 << 20)) as address, socket.create_connection(address, PATIENT_S) as slow:
@@ -306,6 +309,7 @@ def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> No
         assert served(address) == condition.certificate_expires != before
 
 
+@pytest.mark.promise("With an operations token, metrics require it and probes do not")
 def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
     with listening(access=Access(operations_token="s3cret.token")) as address:
         assert asked(url_of(address, "/readyz"))[0] == asked(url_of(address, "/livez"))[0] == 200

@@ -72,6 +72,9 @@ def wait_for_capture(path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.promise(
+    "Another user of the machine can neither read, change, remove nor reach what a running server creates"
+)
 def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(place: Path) -> None:
     trusted = signed(place, "live")
     shared = {*SHARED.iterdir()}
@@ -107,6 +110,7 @@ def is_of(path: Path, processes: list[int], server: int) -> bool:
     return str(path) in maps or str(path) in held
 
 
+@pytest.mark.promise("The shared copy of weights is readable by the server's user alone")
 def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(place: Path) -> None:
     """The file system of huge pages is mounted for the server alone; the other user comes in there."""
     signed(place, "huge")
@@ -117,12 +121,14 @@ def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(place: Pat
         assert copy.lstat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.promise("The log of `run_server(log=…)` is readable by the server's user alone")
 def test_the_log_of_a_server_is_its_user_s_alone(place: Path) -> None:
     export_model(collection(SUM), place / "r", "m")
     with run_server(place / "r", FREE, log=place / "log"):
         assert try_all([place / "log"], []) == set()
 
 
+@pytest.mark.promise("A published bundle is readable by the user that serves it, and writable by its publisher alone")
 def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(place: Path) -> None:
     """The user that exports and the one that serves differ."""
     signed(place)

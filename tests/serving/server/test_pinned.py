@@ -13,6 +13,9 @@ from tests.support.attackers import Target, answers, flip, served_files
 from tests.support.servers import FREE, read_only, running, stubs, tbe_serve, wait_for_answer
 
 
+@pytest.mark.promise(
+    "A pinned version is served again after its process or its tritonserver died, also from a read-only repository"
+)
 def test_a_pinned_version_is_served_after_its_process_and_its_server_died(target: Target) -> None:
     """From a repository that nobody may write to."""
     with running(target.repository, "--serve", "m=1", within=read_only(target.repository)) as server:

@@ -20,6 +20,7 @@ from tests.support.attackers import Target, add_code, answers, expected_files, f
 from tests.support.servers import FREE
 
 
+@pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
 def test_what_is_not_expected_is_left_out(target: Target) -> None:
     for folder in (target.newest, target.model, target.model / "1", target.repository):
         add_code(target, folder)
@@ -29,6 +30,7 @@ def test_what_is_not_expected_is_left_out(target: Target) -> None:
     assert b"from serving.backend import TritonPythonModel" in found["m/2/model.py"]
 
 
+@pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
 def test_with_code_everywhere_a_server_runs_none_of_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model, in the working directory and on PYTHONPATH; and where it is loaded anew."""
     for folder in (target.newest, target.model, target.repository):
@@ -42,6 +44,7 @@ def test_with_code_everywhere_a_server_runs_none_of_it(target: Target, monkeypat
         assert answers(server.grpc, seed=2) == 2
 
 
+@pytest.mark.promise("An older signed version is refused below `--min-version`")
 def test_an_older_version_is_served_only_above_the_floor(target: Target) -> None:
     """Nothing can be told from a signature about what was published since."""
     shutil.rmtree(target.newest)
@@ -52,6 +55,7 @@ def test_an_older_version_is_served_only_above_the_floor(target: Target) -> None
             served_files(target, min_versions=floors)
 
 
+@pytest.mark.promise("The bytes that are loaded are the bytes that were verified")
 def test_what_is_copied_is_what_was_compared(target: Target) -> None:
     """Whoever changes a file meanwhile gets it refused, or not served."""
     path = target.newest / "weights.0.bin"

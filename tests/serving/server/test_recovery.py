@@ -99,6 +99,9 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
     assert [path for path in regions if path.exists()] == []
 
 
+@pytest.mark.promise(
+    "A model whose process dies during its reload is reloaded after 1 s and after 3 s, and then the server ends with the reason"
+)
 def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
     assert said.count("model 'm': could not be loaded anew, and is loaded once more: ") == 1
 
 
+@pytest.mark.promise("A model whose process is killed as its reload begins serves again")
 def test_a_model_serves_again_whose_process_is_killed_as_it_begins_to_be_loaded_anew(repository: Path) -> None:
     """Triton 2.51 does not notice that, and waits for ever."""
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=60) as client:
@@ -169,6 +173,7 @@ def look_up_until_refused(client: LookupClient) -> None:
             client.lookup({"x": [[1, 2]]}, timeout_s=1)
 
 
+@pytest.mark.promise("A stop answers every accepted request")
 def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
@@ -292,6 +297,7 @@ def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
     assert [line for line in reasons if re.search(r"serving/backend|\.py", line)] == []
 
 
+@pytest.mark.promise("A rank that does not fit into memory is refused by name, and the serving version continues")
 def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_serves_on(tmp_path: Path) -> None:
     """Two ranks of 128 MB each, and address space for one and a half."""
     repository = tmp_path / "r"

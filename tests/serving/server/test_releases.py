@@ -63,6 +63,7 @@ class Said:
                 self.lines.append(line)
 
 
+@pytest.mark.promise("A release is followed forward and back under load without a failed or wrong answer")
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, rounds: int) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
@@ -101,6 +102,7 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, round
             assert control_of(server).ready("m") == (1,)
 
 
+@pytest.mark.promise("A released version that cannot be loaded is reported once, and the serving version continues")
 def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once(tmp_path: Path) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     export_version(repository, 1)
@@ -139,6 +141,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
     assert f"{model}: expected one of versions [4, 2, 1], got 3" in done.stderr
 
 
+@pytest.mark.promise("A running server accepts only newer signed releases")
 def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
     def put(files: dict[Path, bytes]) -> None:
         for path, content in files.items():

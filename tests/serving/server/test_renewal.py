@@ -152,6 +152,7 @@ def restarts(server: Running) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.promise("TLS certificates and authorities are renewed under load without a failed call")
 @pytest.mark.parametrize(
     ("host", "names"),
     one_in(2, [("127.0.0.1", ["second"]), ("0.0.0.0", ["second", "third", "first", "second"])]),
@@ -182,6 +183,7 @@ def test_renewed_certificates_are_served_without_a_failed_call(
         wait_until(lambda: pems.are_served(server, names[-1]), "the port is led elsewhere")
 
 
+@pytest.mark.promise("TLS certificates and authorities are renewed under load without a failed call")
 @pytest.mark.long
 @pytest.mark.parametrize("wait_s", [0.3, 0.8, 1.3, 1.8])
 @pytest.mark.parametrize("by", ["load", "release"])

@@ -99,6 +99,7 @@ def test_a_server_is_ready_when_its_metrics_are_there_too(monkeypatch: pytest.Mo
     startup._wait_until_ready(cast(Server, server), ["m"], 30)
 
 
+@pytest.mark.promise("A tritonserver that a signal ends while it loads its models is restarted once")
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_path: Path, times: int) -> None:
     """Triton 2.51 aborts sometimes on a busy machine. If it is killed twice, there is another reason."""

@@ -106,6 +106,9 @@ def other_server(*within: str, killed: bool = False) -> "subprocess.Popen[str]":
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.promise(
+    "`tbe-serve load` reaches a server although servers in other network namespaces share its port and temporary folder"
+)
 def test_a_server_of_another_network_namespace_is_another_and_removes_its_own_file_alone(
     tmp_path: Path, run_file: RunFile
 ) -> None:

@@ -70,6 +70,7 @@ CLOSED_OVER_GRPC = {
 }
 
 
+@pytest.mark.promise("Without the server's key a client can call lookups and read-only model information alone")
 @pytest.mark.parametrize("name", CLOSED_OVER_GRPC)
 def test_over_grpc_only_lookups_are_open(closed: tuple[Server, Path], name: str) -> None:
     server, _ = closed
@@ -82,6 +83,7 @@ def test_over_grpc_only_lookups_are_open(closed: tuple[Server, Path], name: str)
     assert server.key not in str(refused.value)
 
 
+@pytest.mark.promise("Without the server's key a client can call lookups and read-only model information alone")
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -126,6 +128,7 @@ def test_with_the_key_all_is_open(closed: tuple[Server, Path]) -> None:
         Control(address=server.control_address, key="guess", timeout_s=10).index()
 
 
+@pytest.mark.promise("The server's key is in no command line and no log")
 def test_the_key_is_in_no_command_line_and_no_log(closed: tuple[Server, Path]) -> None:
     server, log = closed
     process = psutil.Process(server.process.pid)
@@ -153,6 +156,7 @@ def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
     assert "--tls-cert, --tls-key: expected both" in done.stderr
 
 
+@pytest.mark.promise("The operations port listens on this machine alone unless the operator says where")
 @pytest.mark.parametrize("opened", [False, True])
 def test_metrics_listen_on_this_machine_alone_unless_they_are_told_where(one_model: Path, opened: bool) -> None:
     """127.0.0.2 stands for an address that others reach: who listens on 0.0.0.0 listens there, too."""
@@ -170,6 +174,7 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_certificates(tmp_path_factory.mktemp("pems"), server="127.0.0.1", client="client.test")
 
 
+@pytest.mark.promise("With mutual TLS a client without a certificate is refused")
 def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path: Path, pems: Path) -> None:
     repository = tmp_path / "r"
     bundle = export_model(collection(SUM), repository, "m")
@@ -281,6 +286,7 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
 # --- damaged bundles
 
 
+@pytest.mark.promise("A damaged bundle is refused by name before it serves")
 def test_a_flipped_bit_of_the_weights_is_refused_by_name_and_the_others_serve_on(tmp_path: Path) -> None:
     repository = tmp_path / "r"
     export_model(collection(SUM), repository, "m")

@@ -38,6 +38,7 @@ def test_a_server_s_regions_are_removed_at_its_end(shm: Path) -> None:
     assert list(shm.iterdir()) == []
 
 
+@pytest.mark.promise("The next server removes the shared memory that a killed server left")
 def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
     left(shm, "dead")
     living = left(shm, "living")

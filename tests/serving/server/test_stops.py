@@ -31,6 +31,7 @@ def repository(tmp_path: Path) -> Path:
     return exported(tmp_path).parent.parent
 
 
+@pytest.mark.promise("A stop does not wait for callers that have gone")
 def test_a_stop_does_not_wait_for_requests_that_triton_lost(repository: Path) -> None:
     """A first dimension of 0 is one that it never answers; those whose callers give up may become such."""
     with running(repository, "--", "--exit-timeout-secs", "600") as server:
@@ -78,6 +79,7 @@ def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answ
     assert ("tritonserver ended with SIGABRT while it stopped, with nothing left to answer" in said) is not answers
 
 
+@pytest.mark.promise("A stop is accepted at any time, also during a reload")
 def test_a_stop_is_heard_while_a_model_is_loaded_anew(repository: Path) -> None:
     gate = repository.with_name("gate")
     slow_start(repository / "m" / "1", gate)
@@ -109,6 +111,7 @@ def is_zombie(process: psutil.Process) -> bool:
         return False  # it has ended since it was listed, as that of a version that was loaded anew
 
 
+@pytest.mark.promise("A dead model process leaves no zombie")
 def test_processes_that_died_are_no_zombies_and_models_may_have_children(repository: Path) -> None:
     replace_model_py(repository / "m" / "1", SHELL)
     with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:

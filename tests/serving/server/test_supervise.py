@@ -39,6 +39,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
+@pytest.mark.promise("HTTP is closed unless the operator opens it")
 def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     with running(one_model) as server:
         assert server.http is None
@@ -54,6 +55,9 @@ def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     assert not control.parent.exists()
 
 
+@pytest.mark.promise(
+    "`tbe-serve load` reaches a server although servers in other network namespaces share its port and temporary folder"
+)
 def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
     repository: Path, one_model: Path
 ) -> None:
@@ -73,6 +77,7 @@ def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_n
         assert tbe_serve(*switched).stdout == "m: version 1 → 1\n"
 
 
+@pytest.mark.promise("A server on 0.0.0.0 listens on IPv4 alone")
 def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
     with running(one_model, "--host", "0.0.0.0", "--insecure", "--http") as server:
         assert server.http is not None
@@ -85,6 +90,7 @@ def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
         probe.bind(("::1", 0))  # there is IPv6 here: it could have been reached
 
 
+@pytest.mark.promise("A tritonserver that died is restarted on the same ports with the same versions")
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGABRT]))
 def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, number: signal.Signals) -> None:
     """With the version that it was told to serve, not what config.pbtxt says or what was published since."""
@@ -111,6 +117,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     assert "model 'm': serves again after" in said
 
 
+@pytest.mark.promise("A tritonserver that died is restarted on the same ports with the same versions")
 def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
         assert server.process.stderr is not None
@@ -129,6 +136,7 @@ def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository
     assert [line for line in starts if ", in " in line] == []
 
 
+@pytest.mark.promise("A tritonserver that cannot start again ends the server with the reason")
 def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
     with running(repository, first=hurried("supervise")) as server:
         shutil.rmtree(repository)
@@ -141,6 +149,7 @@ def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repo
     assert f"tritonserver died again (1: {reason}), after {MOST} starts within 10 minutes" in said
 
 
+@pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
 @pytest.mark.parametrize("asked", one_in(2, [True, False]), ids=["asked", "idle"])
 def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bool) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client:
@@ -160,6 +169,7 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bo
     assert "model 'm': a process of its was paused; loading it anew" in said
 
 
+@pytest.mark.promise("A killed server leaves no process behind, even if `tbe-serve run` is killed with it")
 def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
     with running(repository) as server:
         triton = server.triton
@@ -187,6 +197,7 @@ Engine.answer = answer_or_hang
 """
 
 
+@pytest.mark.promise("A model in an endless loop is replaced, with or without requests")
 def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
     loop = repository.with_name("loop")
     replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
@@ -207,6 +218,7 @@ def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repo
     assert "model 'm': it answered nobody for 25 s; loading it anew" in said
 
 
+@pytest.mark.promise("A model that cannot be reloaded because its folder was deleted ends the server with the reason")
 def test_a_model_whose_folder_is_gone_too_ends_the_server_with_the_reason(repository: Path) -> None:
     with running(repository) as server:
         shutil.rmtree(repository / "m")

@@ -108,6 +108,7 @@ def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed
                         seen.wrong.append(f"version {answer.version}, feature {name}")
 
 
+@pytest.mark.promise("Switching versions under load loses no request, and each answer is computed by one version")
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.long)])
 def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     repository: Path, server: Server, control: Control, rounds: int

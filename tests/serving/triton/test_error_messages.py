@@ -59,6 +59,7 @@ def looking_up(address: str) -> Iterator[list[ServingError]]:
             thread.join()
 
 
+@pytest.mark.promise("Lookups wait within their deadline while their model is reloaded")
 def test_lookups_wait_for_a_model_that_is_loaded_anew(one_model: Path, tmp_path: Path) -> None:
     with (
         run_server(one_model, FREE, log=tmp_path / "log") as server,
@@ -95,6 +96,7 @@ def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) 
     assert ": version 2 cannot be loaded: /" in str(refused_too.value)
 
 
+@pytest.mark.promise("Texts of other servers are escaped and truncated before they are shown or logged")
 def test_control_characters_of_a_server_are_escaped_and_its_texts_are_cut() -> None:
     said = str(error_of("UNAVAILABLE", "\x1b[2J\r\n" + 10**6 * "x"))
     assert said.startswith("\\x1b[2J\\r\\nxxx")
@@ -109,6 +111,7 @@ def _until_refused(client: LookupClient) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.promise("Lookups wait within their deadline while their model is reloaded")
 def test_lookups_wait_for_a_model_whose_process_died(one_model: Path) -> None:
     with (
         running(one_model) as server,
@@ -153,6 +156,7 @@ def test_a_model_or_version_that_is_not_there_is_not_found(one_model: Path, tmp_
             assert "is not found" in str(error)
 
 
+@pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
 def test_lookups_that_a_huge_one_left_no_room_for_may_be_tried_again(one_model: Path, tmp_path: Path) -> None:
     ids = np.zeros(4_000_000, np.int64)  # 32 MB of ids
     huge = {"x": (ids, np.array([ids.size]))}
