@@ -67,7 +67,7 @@ def find_mixing(
         with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
             inputs = given.tensors(jagged)
             shapes = (_dims(given, jagged),)
-            with record_branches(BranchLog()) as noted:
+            with record_branches(BranchLog()) as log:
                 found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
             program = found.run_decompositions()
     except Exception as error:  # the model's code, and torch's, may raise anything
@@ -83,7 +83,7 @@ def find_mixing(
     names = program.graph_signature.user_inputs
     given_nodes = [node for node in program.graph.nodes if node.name in names]
     sizes = {symbol for node in given_nodes for symbol in symbols_of(node.meta["val"].shape)}
-    if guard_on_ids(given_nodes[0].meta["val"].shape[0].node, sizes, noted.compared):
+    if guard_on_ids(given_nodes[0].meta["val"].shape[0].node, sizes, log.guards):
         return "a step that hangs on how many ids there are"
     of_ids = dict(zip(map(str, names[len(names) - len(jagged) :]), jagged, strict=True))
     keys = dict.fromkeys(map(str, names)) | {name: _key_of(given, each) for name, each in of_ids.items()}

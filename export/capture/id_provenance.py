@@ -18,7 +18,7 @@ from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_
 from export.capture.graph_nodes import answers_of, not_made_alike, not_moved
 from export.capture.row_counts import Input, is_lengths
 from export.capture.stub_collections import Collections, keys_of_features
-from export.capture.trace import Made, TracedModel
+from export.capture.trace import ForwardKjt, TracedModel
 from export.errors import ModelError, last_line
 from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -53,7 +53,7 @@ def locate_ids(
     keys_of = keys_of_features(collections)
     nodes = (node for node in found.module.graph.nodes if node.op == "placeholder")
     lengths = [node for node, each in zip(nodes, found.inputs, strict=True) if is_lengths(each)]
-    for made in found.made:
+    for made in found.made_kjts:
         parts = [next(answers) for _ in range(3 if made.is_weighted else 2)]
         ids, of_lengths, *weights = parts
         wrong = (
@@ -87,8 +87,8 @@ def locate_ids(
     by_place = [(each.path, number) for each in places.values() for number in each.places]
     if len({*by_place}) < len(by_place):
         raise ModelError(
-            f"{type(model).__name__}: several keys have the ids of one tensor{found.made[-1].line}: expected one key "
-            "for each"
+            f"{type(model).__name__}: several keys have the ids of one tensor{found.made_kjts[-1].line}: expected "
+            "one key for each"
         )
     return replace(signature, placed={key: each for key, each in places.items() if each.path})
 
@@ -99,7 +99,7 @@ def with_shared_lengths(
     """The signature, with the keys that the forward gives the lengths of another one. Arguments as `locate_ids`."""
     answers, first = iter(answers_of(found.module.graph)[len(found.outputs) :]), dict(signature.first)
     keys_of = keys_of_features(collections)
-    for made in found.made:
+    for made in found.made_kjts:
         _, of_lengths, *_ = [next(answers) for _ in range(3 if made.is_weighted else 2)]
         if not_moved(found.module, [of_lengths]) is not None:
             continue  # it is refused later, by its line
@@ -122,7 +122,7 @@ def with_shared_lengths(
 
 
 def _run(
-    model: nn.Module, moving: nn.Module, made: Made, given: Mapping[Input, Tensor]
+    model: nn.Module, moving: nn.Module, made: ForwardKjt, given: Mapping[Input, Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """The ids, lengths and weights of each key of a KJT that is made of marked inputs."""
     try:

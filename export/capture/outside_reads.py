@@ -8,7 +8,7 @@ the graph.
 import datetime
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -16,17 +16,33 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from export.capture.branch_log import modules_of
+from export.capture.model_files import files_of_model
 from export.errors import ModelError
 from export.trained.source_location import location
 
-TIME_ADVICE = "it as a dense input: a graph has that of the export"
 # Functions of the module time that read no clock.
 _NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
 # Methods of a generator of random numbers that draw none.
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "generate_state", "spawn", "jumped")
 _NUMPYS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 _OF_SYSTEM = "the system's"
+
+
+def expect_no_clocks(model: nn.Module, lines: Sequence[str]) -> None:
+    """Refuse a model that reads a clock.
+
+    Args:
+        model: the model, for messages.
+        lines: the lines of its code that read one.
+
+    Raises:
+        ModelError: naming the first line.
+    """
+    if lines:
+        raise ModelError(
+            f"{type(model).__name__}: its forward asks for the time{lines[0]}: expected it as a dense input: a graph "
+            "has that of the export"
+        )
 
 
 class OutsideReads:
@@ -47,7 +63,7 @@ class OutsideReads:
         self.clocks: list[str] = []
         self.drawn: list[str] = []
         self._model = type(model).__name__
-        self._own = {module.__file__ for module in modules_of(model)}
+        self._own = {module.__file__ for module in files_of_model(model)}
         # Of each generator, which is kept alive for its id: how it began the runs that drew from it.
         self._began: dict[int, tuple[Any, str]] = {}
         self._in_run: set[int] = set()

@@ -11,7 +11,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import RequestKjt, bag_of, bags_of, kjt_of_bags
-from export.capture.branch_log import changed
+from export.capture.model_files import patched
 from export.trained.managed import is_sequence
 
 
@@ -67,7 +67,7 @@ def stubbed(collections: Collections, answer: Answer) -> Iterator[None]:
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
         ours = {"concat": staticmethod(RequestKjt.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
-        stack.enter_context(changed(KeyedJaggedTensor, **ours, sync=_unsynced))
+        stack.enter_context(patched(KeyedJaggedTensor, **ours, sync=_unsynced))
         yield
 
 

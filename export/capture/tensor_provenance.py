@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.bags import bags_of
-from export.capture.branch_log import changed
+from export.capture.model_files import patched
 from export.trained.source_location import current_line
 
 # The paths of the tensors that a tensor is made of.
@@ -100,7 +100,7 @@ class TensorProvenance:
             if type(kjt) is KeyedJaggedTensor and kjt._lengths is not None:
                 self._kjts.append(kjt)
 
-        with changed(JaggedTensor, __init__=made), changed(KeyedJaggedTensor, __init__=keyed), _Noting(self._of):
+        with patched(JaggedTensor, __init__=made), patched(KeyedJaggedTensor, __init__=keyed), _Noting(self._of):
             yield
 
     def parts_of(self, kjt: KeyedJaggedTensor) -> list[Parts]:

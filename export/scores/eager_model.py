@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
 from export.capture.graph_inputs import DenseInputs
-from export.capture.outside_reads import TIME_ADVICE, OutsideReads
+from export.capture.outside_reads import OutsideReads, expect_no_clocks
 from export.capture.stub_collections import Collections, Columns, jagged_tensors, keyed_tensor, stubbed
 from export.capture.value_checks import failed_check
 from export.errors import ExportError, ModelError, ParityError, last_line
@@ -94,10 +94,7 @@ def eager_answers(
             if probe is probes[0] or not failed_check(error.__cause__):
                 raise
             answers.append(None)
-    if outside.clocks:
-        raise ModelError(
-            f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {TIME_ADVICE}"
-        )
+    expect_no_clocks(model, outside.clocks)
     outside.expect_no_draws()
     _expect_no_count(eager, answers[0], lambda: answer(probes[0]))
     for probe in optional_probes:

@@ -174,7 +174,7 @@ class TracedExample:
             yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
         if signature.checks.lines:
             yield f"example: requests are not checked as the forward does{' and'.join(signature.checks.lines)}"
-        if left_out := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
+        if left_out := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left_out]:
             yield f"example: the outputs {', '.join(left_out)} are left out: they have no row for each sample, or id"
         yield from (f"example: {line}" for line in renamed_outputs(outputs))
         for name, output in outputs.items():

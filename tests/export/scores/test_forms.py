@@ -29,7 +29,8 @@ from tests.support.scored import EXACT
 # Forms that are refused, and what the message says: the line, where the forward has one that is to be changed.
 REFUSED = {
     "collection_asked_twice": "'user_features' and 'item_features' have ids of one key, 'item_id'",
-    "ids_of_sorted_dict": "line [0-9]+: `lengths.extend.*a list as long as a batch can be made a tensor by",
+    "ids_of_lists": "line [0-9]+: `lengths = torch.tensor.*nor lists as long as a batch",
+    "ids_of_sorted_dict": "line [0-9]+: `lengths.extend.*nor lists as long as a batch",
     "ids_padded": "makes the ids of key 'words' itself at .*line [0-9]+: `",
     "ids_hashed": "by aten.remainder.Scalar at .*line [0-9]+: `return self.scores",
     "ids_of_pairs": "cannot be followed for any number of samples at .*line [0-9]+: `pairs = ",

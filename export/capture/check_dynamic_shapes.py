@@ -1,0 +1,98 @@
+"""Whether a graph of torch.export holds for any number of samples and ids: it has one side of each branch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from export.capture.branch_log import BranchLog, branch_on_ids, branch_on_one_sample, guard_on_ids, symbols_of
+from export.capture.row_counts import Input
+from export.errors import ModelError
+from export.trained.source_location import line_of
+from serving.bundle.scores import JaggedInput
+
+_VMAP_OPERATORS = ("add_batch_dim", "vmap_increment_nesting", "remove_batch_dim")
+_ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
+
+
+def expect_any_number(
+    model: nn.Module,
+    module: fx.GraphModule,
+    inputs: Sequence[Input],
+    dims: Sequence[Mapping[int, Any]],
+    log: BranchLog,
+) -> None:
+    """Refuse a forward that does something else for other numbers of samples or ids.
+
+    Args:
+        model: for messages.
+        module: its graph.
+        inputs: the inputs of the graph.
+        dims: the dynamic dimensions of each input.
+        log: what torch.export decided.
+
+    Raises:
+        ModelError: naming the line.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    _expect_any_size(model, nodes, inputs, log)
+    samples = nodes[0].meta["val"].shape[0].node
+    symbols = {symbol for node in nodes for symbol in symbols_of(node.meta["val"].shape)}
+    if guard := guard_on_ids(samples, symbols, log.guards):
+        raise _differs_by_ids(model, f"{guard[1]}: {guard[0]}")
+    _expect_operators(model, module, samples.expr.free_symbols)
+    if branch := branch_on_one_sample(samples, log.branches):
+        raise ModelError(
+            f"{type(model).__name__}: what its forward does hangs on whether there is one sample{branch.line}: "
+            "expected the same steps for any number of samples: requests are merged"
+        )
+    if branch := branch_on_ids(samples, log.branches, _multiples(nodes, dims, samples)):
+        raise _differs_by_ids(model, branch.line)
+
+
+def _expect_any_size(model: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[Input], log: BranchLog) -> None:
+    """Refuse a graph that takes one number of ids only."""
+    for node, name in zip(nodes, inputs, strict=True):
+        size = node.meta["val"].shape[0]
+        if isinstance(name, JaggedInput) and not isinstance(size, torch.SymInt):
+            lines = " and".join(dict.fromkeys(line for _, line in log.guards if line))
+            raise ModelError(
+                f"{type(model).__name__}: its forward can be called with {size} ids of {name.name!r} alone"
+                f"{lines and ': see' + lines}: take sizes of tensors as they are (x.size(0), "
+                "x.shape), not a number of the example, nor lists as long as a batch"
+            )
+
+
+def _expect_operators(model: nn.Module, module: fx.GraphModule, samples: set[Any]) -> None:
+    """Refuse steps that do something else for other numbers of ids. `samples`: the symbols of the batch size."""
+    for node in module.graph.nodes:
+        if str(getattr(node.target, "__name__", node.target)).lstrip("_") in _VMAP_OPERATORS:
+            raise ModelError(
+                f"{type(model).__name__}: its forward maps a function by torch.vmap{line_of(node)}, which is no "
+                "operator of a graph: call the function on whole tensors: torch.matmul and torch.einsum take the "
+                "dimension of samples as it is"
+            )
+        if str(node.target).startswith("aten.squeeze.") and _squeezes_ids(node, samples):
+            raise _differs_by_ids(model, f"{line_of(node)}: of one id, squeeze() leaves out its dimension")
+
+
+def _differs_by_ids(model: nn.Module, line: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: expected {_ANY_IDS}"
+    )
+
+
+def _multiples(nodes: Sequence[fx.Node], dims: Sequence[Mapping[int, Any]], samples: Any) -> dict[Any, Any]:
+    """The symbols of sizes that are a multiple of the number of samples, with that multiple."""
+    is_any = torch.export.Dim.AUTO
+    sizes = [node.meta["val"].shape[0].node for node, dim in zip(nodes, dims, strict=True) if dim[0] is not is_any]
+    return {size._expr: size.expr for size in sizes if size.expr.free_symbols <= samples.expr.free_symbols}
+
+
+def _squeezes_ids(node: fx.Node, samples: set[Any]) -> bool:
+    """Whether a step leaves out a dimension if there is one id."""
+    tensor: Any = node.all_input_nodes[0].meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else range(tensor.dim())
+    squeezed = dims if isinstance(dims, Sequence) else [dims]
+    return bool(symbols_of([tensor.shape[dim] for dim in squeezed]) - samples)
