@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.served import do_nothing_name, publish_do_nothing
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from serving.server import Ports, Server, run_server
 from serving.server.status import process_memory

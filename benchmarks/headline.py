@@ -32,7 +32,7 @@ from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.generator import Traffic, generate
 from serving.bench.requests import Distribution, prepare, random_requests
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings

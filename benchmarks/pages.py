@@ -23,7 +23,7 @@ from export import ExportConfig, WeightDtype, export_model
 from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.requests import Distribution, random_requests
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.tables.memory_budget import memory_here
 

@@ -18,7 +18,7 @@ from benchmarks.peer_workload import MODEL, PeerWorkload, dlrm
 from benchmarks.peers_served import TOLERANCE
 from benchmarks.routed import ROUNDS, Case
 from benchmarks.workload import ROW_CAP
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.engine import Engine
 from serving.router.hosts_config import HostsConfig
 from serving.server import run_local_hosts

@@ -31,7 +31,7 @@ from benchmarks.workload import NAME, WIDTH, Arrays, Workload, module
 from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
 from export import ExportConfig, Sharding, export_model
 from export.plan.traffic import host_traffic
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.engine import Engine
 from serving.router.hosts_config import HostsConfig
 from serving.router.router_ranks import RouterRanks

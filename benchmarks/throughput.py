@@ -20,7 +20,7 @@ from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, WIDTH, Workload
 from serving.bench.generator import Traffic, generate
 from serving.bench.requests import prepare
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.requests.encoding import Features

@@ -22,7 +22,7 @@ from torchrec.fx import Tracer
 from torchrec.inference.modules import quantize_inference_model, shard_quant_model
 
 from benchmarks.workload import Arrays
-from serving.bundle.opening import Bundle, weights_path
+from serving.bundle.load import Bundle, weights_path
 
 SHARDING_TYPES = ("table_wise", "row_wise")
 

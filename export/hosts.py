@@ -8,8 +8,8 @@ import msgspec
 from export.errors import PublishError
 from export.parity.verify import recorded_parity
 from export.rows.table_error import TableError, Tally
+from serving.bundle.load import Bundle, open_bundle, verify_digests
 from serving.bundle.manifest import Agreement, Manifest
-from serving.bundle.opening import Bundle, open_bundle, verify_digests
 from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, Part, Plan, Rank, ShardingType, host_model
 from serving.bundle.segments import id_dtype_of, segments_by_rank
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling

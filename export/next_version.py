@@ -22,12 +22,12 @@ from export.publish.draft import Draft, draft, next_version
 from export.publish.lineage import Lineage
 from export.trained.checkpoint import WeightSource
 from serving.bundle.delta import Delta
+from serving.bundle.load import Bundle, check_digest, digest_file, open_bundle, weights_path
 from serving.bundle.manifest import (
     Compacted,
     Manifest,
     write_manifest,
 )
-from serving.bundle.opening import Bundle, check_digest, digest_file, open_bundle, weights_path
 from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.errors import ConfigurationError

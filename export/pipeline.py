@@ -29,8 +29,8 @@ from export.scores.dense_part import CompiledDensePart, compare_scores, save_sco
 from export.trained.checkpoint import WeightSource
 from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
+from serving.bundle.load import Bundle, open_bundle
 from serving.bundle.manifest import FileDigest, Manifest, write_manifest
-from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError, ConfigurationError

@@ -28,7 +28,7 @@ from serving.bundle.lineage import (
     step_of,
     steps_in,
 )
-from serving.bundle.opening import open_bundle, versions
+from serving.bundle.load import open_bundle, versions
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import is_url, replacing
 from serving.model.config_file import OURS, read_config, settings_of

@@ -11,8 +11,8 @@ from typing import Any
 import numpy.typing as npt
 
 from serving.arguments import check_argument
+from serving.bundle.load import Bundle, hold, open_bundle
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, hold, open_bundle
 from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.lookup.program import DenseProgram
@@ -194,7 +194,7 @@ class Engine(Closing):
             memory: where its weights lie. Where they have to be copied, the time depends on their size.
 
         Raises:
-            BundleError: the bundle cannot be opened (see `serving.bundle.opening.open_bundle`) or mapped.
+            BundleError: the bundle cannot be opened (see `serving.bundle.load.open_bundle`) or mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
             ConfigurationError: `hosts` does not fit the bundle, `threads` is no number from 1 to 1024, or the machine
                 cannot keep the weights where they are to lie.

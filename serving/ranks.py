@@ -8,7 +8,7 @@ other hosts (`serving.router`). Ranks on another device are one more class with 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.lookup.local_ranks import LocalRanks
 from serving.lookup.ranks import BatchAnswer
 from serving.requests.types import Batch

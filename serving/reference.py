@@ -17,8 +17,8 @@ from serving.bundle.formats import (
     WeightDtype,
     scales_and_biases_of,
 )
+from serving.bundle.load import weights_path
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.reference_ids import remapped, rows_of_known

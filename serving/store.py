@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
+from serving.bundle.load import check_sha256
 from serving.bundle.manifest import MANIFEST, FileDigest
-from serving.bundle.opening import check_sha256
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import is_model_name
 from serving.bundle.release import Release, release_path

@@ -22,7 +22,7 @@ from examples.movielens import data, train
 from examples.movielens.model import FEATURES, Ranker, to_kjt
 from export.__main__ import app as tbe_export
 from serving.__main__ import app as tbe_serve
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.server import Ports, Server, run_server
 

@@ -13,7 +13,7 @@ from export.commands.module import (
     SigningKeyOption,
     build_module,
 )
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.errors import ConfigurationError
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of

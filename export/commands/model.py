@@ -28,8 +28,8 @@ from export.config import ExportConfig, Progress
 from export.plan.report import report_plan
 from export.publish.push import repository_at
 from export.values import size_text
+from serving.bundle.load import open_bundle, versions
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import open_bundle, versions
 from serving.errors import ConfigurationError
 from serving.files import as_text, is_url
 from serving.pins import check_pins

@@ -14,8 +14,8 @@ from export.plan.report import PlanReport, Transfer
 from export.values import size_text
 from serving.bundle.id_maps import IdMap
 from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, steps_in
+from serving.bundle.load import Bundle, versions
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.opening import Bundle, versions
 from serving.bundle.plan import ROUTER
 from serving.bundle.release import release_path
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput

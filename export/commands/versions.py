@@ -36,8 +36,8 @@ from export.publish.push import check_stored, repository_at
 from export.publish.push import push as push_model
 from export.values import size_bytes, size_text
 from serving.bundle.lineage import deltas_folder
+from serving.bundle.load import check_published, open_bundle
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import check_published, open_bundle
 from serving.bundle.release import release_path
 from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError

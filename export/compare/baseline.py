@@ -30,8 +30,8 @@ from export.trained.tables import TrainedTable
 from serving.bench.report import Figure
 from serving.bench.requests import Distribution, random_requests
 from serving.bundle.formats import WeightDtype
+from serving.bundle.load import weights_path, weights_paths
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import weights_path, weights_paths
 from serving.errors import ConfigurationError
 from serving.reference import pool
 from serving.tables.table_files import TableFiles

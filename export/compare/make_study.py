@@ -18,8 +18,8 @@ from export.rows.quantize import packs
 from export.rows.rank_files import store_rows
 from export.trained.tables import TrainedTable
 from serving.bundle.formats import WeightDtype
+from serving.bundle.load import weights_paths
 from serving.bundle.manifest import Agreement
-from serving.bundle.opening import weights_paths
 from serving.pins import installed
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
 from serving.bundle.lineage import deltas_url
+from serving.bundle.load import Bundle, open_bundle, open_host
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.files import is_url

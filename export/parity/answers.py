@@ -18,8 +18,8 @@ from export.program.compile import build_program, write_program
 from export.rows.table_error import Tally, finite
 from export.trained.probe import make_probe
 from serving.bundle.id_maps import IDS
+from serving.bundle.load import Bundle, weights_path, weights_paths
 from serving.bundle.manifest import Agreement, Manifest, Parity, write_manifest
-from serving.bundle.opening import Bundle, weights_path, weights_paths
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Pooling, Table
 from serving.engine import answer

@@ -26,8 +26,8 @@ from export.trained.checkpoint import Checkpoint, WeightSource, blocks
 from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import Trained, TrainedTable
+from serving.bundle.load import Bundle, open_bundle, open_host, verify_digests, weights_path
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
-from serving.bundle.opening import Bundle, open_bundle, open_host, verify_digests, weights_path
 from serving.bundle.plan import Shard, ShardingType, path_of
 from serving.bundle.scores import DensePart
 from serving.bundle.signature import TrustedKeys

@@ -16,7 +16,7 @@ from export.scores.dense_part import CompiledDensePart, compare_scores, compile_
 from export.scores.probe_inputs import ByFeature, probe_inputs, with_embeddings
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.bundle.scores import DensePart
 from serving.errors import ConfigurationError
 from serving.lookup.program import DenseProgram

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from export.program.sharded import ShardedProgram
 from export.program.tbe_call import Segment, SumsToAnswer, TbeCall
+from serving.bundle.load import digest_file
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
-from serving.bundle.opening import digest_file
 from serving.bundle.tables import OutputDtype, Pooling
 from serving.lookup.program import torchscript
 from serving.model.config_file import model_py

@@ -15,7 +15,7 @@ from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.delta import ChangedRows
 from serving.bundle.formats import Bytes
-from serving.bundle.opening import Bundle, weights_path
+from serving.bundle.load import Bundle, weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import read_signing_key

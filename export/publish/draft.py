@@ -14,8 +14,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
+from serving.bundle.load import versions
 from serving.bundle.manifest import MANIFEST, Manifest
-from serving.bundle.opening import versions
 from serving.bundle.plan import MOST_VERSION, is_model_name
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError

@@ -28,8 +28,8 @@ from serving.bundle.lineage import (
     reached,
     steps_in,
 )
+from serving.bundle.load import Bundle, newest, open_bundle, open_host
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import Bundle, newest, open_bundle, open_host
 from serving.bundle.plan import HostBundle
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import TrustedKeys, delta_signature_of

@@ -23,8 +23,7 @@ from serving.bundle.lineage import (
     reached,
     steps_in,
 )
-from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import (
+from serving.bundle.load import (
     Bundle,
     check_published,
     in_use,
@@ -34,6 +33,7 @@ from serving.bundle.opening import (
     verify_digests,
     versions,
 )
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign

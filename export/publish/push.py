@@ -13,8 +13,8 @@ from pathlib import Path
 
 from export.errors import PublishError
 from export.publish.draft import check_compatible
+from serving.bundle.load import Bundle, open_bundle, verify_digests, versions
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle, verify_digests, versions
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import read_release

@@ -25,7 +25,7 @@ from serving.backend.page_metrics import PageMetrics
 from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_with_parent
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
-from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
+from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine, Outcome
 from serving.errors import (

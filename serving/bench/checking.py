@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bench.requests import Prepared
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.bundle.scores import DensePart, ScoreDtype
 from serving.bundle.tables import OutputDtype
 from serving.protocol.messages import ModelInferResponse

@@ -23,7 +23,7 @@ import numpy as np
 
 from serving.bench.checking import Checker
 from serving.bench.requests import Prepared
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.client import Retries
 from serving.client.connection import Connection, Tls
 from serving.protocol.messages import path_of

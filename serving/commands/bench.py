@@ -12,7 +12,7 @@ import typer
 from serving.bench.generator import Traffic, generate
 from serving.bench.report import Refusal, Report, named, refusal, summarize, summary, table
 from serving.bench.requests import Distribution, Prepared, captured_requests, prepare, random_requests
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import BundleError, ConfigurationError

@@ -13,8 +13,8 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.table import Table
 
+from serving.bundle.load import open_bundle, versions
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
 from serving.commands.connection import say
 from serving.errors import BundleError, ConfigurationError

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from serving.arguments import check_timeout
-from serving.bundle.opening import check_published
+from serving.bundle.load import check_published
 from serving.bundle.plan import MOST_VERSION
 from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError

@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from serving.bundle.load import remove_version, versions
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import remove_version, versions
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins

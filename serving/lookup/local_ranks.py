@@ -7,7 +7,7 @@ from typing import Never
 
 import torch
 
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.lookup.parallel_lookup import ParallelLookup
 from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, arguments

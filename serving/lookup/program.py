@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from serving.bundle.load import Bundle, read_checked
 from serving.bundle.manifest import PROGRAM, Manifest
-from serving.bundle.opening import Bundle, read_checked
 from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.gemm import prefer_onednn

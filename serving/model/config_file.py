@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict, ParseDict
 
+from serving.bundle.load import check_published
 from serving.bundle.manifest import MANIFEST, Manifest
-from serving.bundle.opening import check_published
 from serving.bundle.plan import IdDtype
 from serving.bundle.tables import OutputDtype
 from serving.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.errors import InvalidRequest, ModelNotFound, Reason
 from serving.requests.batches import Limits, check_sequences, check_size
 from serving.requests.dense_inputs import accept_dense

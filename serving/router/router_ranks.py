@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
 from serving.errors import ServingError
 from serving.lookup.program import load_program, torchscript

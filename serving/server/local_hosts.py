@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from serving.bundle.load import Bundle, open_bundle, open_host, versions
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle, open_host, versions
 from serving.bundle.plan import HostBundle, is_host_model, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import ConfigurationError

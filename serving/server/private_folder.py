@@ -18,8 +18,8 @@ from io import BufferedReader
 from pathlib import Path
 
 from serving.arguments import check_arguments
+from serving.bundle.load import check_sha256, digest_of, newest, read_checked, versions
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
-from serving.bundle.opening import check_sha256, digest_of, newest, read_checked, versions
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from serving.bundle.load import open_bundle, versions
 from serving.bundle.manifest import WEIGHTS_FILES
-from serving.bundle.opening import open_bundle, versions
 from serving.errors import ServingError
 from serving.files import Strict
 from serving.model.config_file import of_json, settings_of

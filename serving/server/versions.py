@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.backend.recorder import check_capture
-from serving.bundle.opening import open_bundle, versions
+from serving.bundle.load import open_bundle, versions
 from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from serving.bundle.load import check_sha256
 from serving.bundle.manifest import FileDigest
-from serving.bundle.opening import check_sha256
 from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file
 from serving.tables.pages import HUGE_PAGE, in_huge_pages

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from serving.bundle.load import in_use, versions
 from serving.bundle.manifest import WEIGHTS_FILES
-from serving.bundle.opening import in_use, versions
 
 # Weights are kept in memory if they fill no more of it than this: processes, requests and answers need the rest.
 MOST_OF_MEMORY = 0.9

@@ -29,8 +29,8 @@ import numpy.typing as npt
 from serving.bundle.delta import find_step
 from serving.bundle.formats import Bytes
 from serving.bundle.lineage import lineage_of
+from serving.bundle.load import digest_file
 from serving.bundle.manifest import MANIFEST, Manifest
-from serving.bundle.opening import digest_file
 from serving.bundle.plan import Shard
 from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Table

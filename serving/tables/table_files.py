@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from serving.bundle.load import check_digest, check_sha256
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import check_digest, check_sha256
 from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
 from serving.tables.huge_page_copy import SharedCopies

@@ -15,7 +15,7 @@ from benchmarks.peer_servers import HERE
 from benchmarks.peer_workload import PeerWorkload
 from benchmarks.routed import Case
 from export import Sharding
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 
 LATEST = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 HEADING = "## Ranks on other hosts"

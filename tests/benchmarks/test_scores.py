@@ -14,7 +14,7 @@ from benchmarks.peers_scores import LOADS, SERVERS, Spread, peer_over_ours
 from benchmarks.peers_served import NOTHING
 from benchmarks.scores_model import DENSE, WIDTH
 from benchmarks.scores_workload import ScoresWorkload
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import ModelInfo
 from serving.engine import Engine
 

@@ -20,7 +20,7 @@ from torchrec import KeyedJaggedTensor
 
 from benchmarks import peers_scores
 from benchmarks.peer_servers import PEERS
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.server import Ports, run_server
 from tests.support.deadlines import CALLING, PATIENT_S
 

@@ -18,7 +18,7 @@ from export.pipeline import finish, plan_model
 from export.publish.draft import Draft
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import TrainedTable, collect_tables
-from serving.bundle.opening import Bundle, open_bundle, verify_digests
+from serving.bundle.load import Bundle, open_bundle, verify_digests
 from serving.bundle.plan import ROUTER, IdDtype
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine

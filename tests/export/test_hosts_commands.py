@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from export import export_model
 from export.__main__ import app
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from tests.export.test_hosts import CONFIG, MODELS, TYPES, mixed

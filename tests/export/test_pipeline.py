@@ -14,7 +14,7 @@ from export import IdPolicy, export_model, pipeline
 from export.config import Progress
 from export.errors import PublishError
 from export.parity.limits import check_parity
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from tests.support.folders import files
 from tests.support.models import MIXED, MIXED_CONFIG, Spec, collection
 

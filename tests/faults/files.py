@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.bundle.opening import open_bundle, verify_digests
+from serving.bundle.load import open_bundle, verify_digests
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.faults.tools import Oracle, publish, python

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, Sharding, export_model
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.support.host_faults import until

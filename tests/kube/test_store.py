@@ -8,7 +8,7 @@ import pytest
 
 from export import ExportConfig, export_model, publish_delta
 from export.publish.push import push
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings

@@ -36,7 +36,7 @@ from export.publish.published import prune_squashed
 from export.publish.push import push
 from serving.bundle.delta import ChangedRows
 from serving.bundle.lineage import Step, delta_path, lineage_of, steps_in
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.engine import Engine

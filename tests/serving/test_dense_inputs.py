@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from export import export_model
 from serving.bench.requests import Distribution, random_requests
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine

@@ -13,7 +13,7 @@ from export.__main__ import app as export_app
 from export.publish.published import prune
 from serving.__main__ import app
 from serving.backend.recorder import Recorder
-from serving.bundle.opening import open_bundle, verify_digests
+from serving.bundle.load import open_bundle, verify_digests
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.engine import Engine
 from serving.errors import ConfigurationError, ServingError

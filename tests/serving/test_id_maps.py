@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ModelError
 from export.trained.managed import looking_up
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export

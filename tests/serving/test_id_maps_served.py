@@ -12,8 +12,8 @@ import torch
 
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.id_maps import IDS
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import InvalidRequest

@@ -18,8 +18,8 @@ from export import ExportConfig, Sharding, export_model
 from export.errors import CheckpointError
 from export.trained.probe import make_probe
 from serving.bundle.id_maps import IDS
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import MANIFEST, Capability
-from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError, IdsOutside, InternalError, InvalidRequest

@@ -14,8 +14,8 @@ from tritonclient.utils import InferenceServerException
 from export import ExportConfig, IdDtype, IdPolicy, Sharding, export_model
 from export.errors import PublishError
 from export.pipeline import plan_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from export import Sharding, export_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import HostUnavailable, InvalidRequest, ServerUnavailable

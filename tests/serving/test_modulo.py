@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import InvalidRequest

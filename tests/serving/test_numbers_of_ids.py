@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from export import Sharding, export_model
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import InvalidRequest

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from export import Sharding, export_model
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
 from serving.requests.accept import accept

@@ -14,8 +14,8 @@ from torchrec import KeyedJaggedTensor
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import InvalidRequest

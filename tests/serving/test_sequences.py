@@ -14,8 +14,8 @@ from torch import nn
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from export.errors import ModelError
 from serving.bundle import DefaultRow
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from export import Sharding
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from serving.client import JaggedRows, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable

@@ -21,7 +21,7 @@ from export import ExportConfig, Sharding, export_model, staged
 from export.errors import PublishError
 from export.publish.push import push
 from serving.__main__ import app as serve_app
-from serving.bundle.opening import hold, open_bundle, verify_digests
+from serving.bundle.load import hold, open_bundle, verify_digests
 from serving.bundle.release import read_release
 from serving.client import LookupClient
 from serving.commands.pull import Mirror, mirror_of

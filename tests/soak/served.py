@@ -8,7 +8,7 @@ from pathlib import Path
 from export import ExportConfig, export_model
 from serving.bench.generator import Repeat, Traffic, generate
 from serving.bench.requests import Distribution, Prepared, prepare, random_requests
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server

@@ -11,8 +11,8 @@ import msgspec
 from torch import nn
 
 from export import ExportConfig, Sharding, export_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import open_bundle
 from serving.router.hosts_config import HostsConfig
 from serving.server import Server, run_local_hosts
 from tests.support.deadlines import PATIENT_S

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from export import ExportConfig, Sharding, export_model
-from serving.bundle.opening import open_bundle, verify_digests
+from serving.bundle.load import open_bundle, verify_digests
 from tests.support.models import Spec, collection
 from tests.support.reloads import in_this_process
 

@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import ModelNotFound

@@ -8,8 +8,8 @@ import msgspec
 import torch
 from torch import nn
 
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import FileDigest, write_manifest
-from serving.bundle.opening import open_bundle
 from serving.bundle.scores import SCORES, DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
 from serving.model.config_file import CONFIG, model_config, read_config, settings_of

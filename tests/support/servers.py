@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 from serving.__main__ import app
 from serving.backend.metrics import Publisher
+from serving.bundle.load import digest_file
 from serving.bundle.manifest import MANIFEST, MODEL
-from serving.bundle.opening import digest_file
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.server import Ports, Server, Supervisor

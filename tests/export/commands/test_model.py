@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from export.commands.show import show_published
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.models import collection, exported
 

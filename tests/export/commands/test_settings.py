@@ -9,7 +9,7 @@ import pytest
 
 from export.commands.options import OPTIONS
 from export.commands.settings import export_config, read_settings
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.errors import ConfigurationError
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings

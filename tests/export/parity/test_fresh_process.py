@@ -13,7 +13,7 @@ from export.config import Progress
 from export.errors import ParityError
 from export.parity.fresh_process import FreshProcess
 from export.trained.probe import make_probe
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import collection
 from tests.support.reloads import in_this_process

@@ -13,7 +13,7 @@ from export.program import compile as compile_
 from export.program.compile import compile_program, save_program
 from export.rows import rank_files
 from export.rows.quantize import quantize
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from tests.support.models import collection
 
 

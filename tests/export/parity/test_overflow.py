@@ -7,7 +7,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.wrapped import pooled
 

@@ -13,7 +13,7 @@ from export.errors import ParityError
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
 from serving.bundle.formats import CodeRows
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import Spec, collection
 

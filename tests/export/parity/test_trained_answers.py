@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor, PoolingType
 
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from export.errors import ParityError
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from tests.support.wrapped import Around, HashesValues, pooled
 
 

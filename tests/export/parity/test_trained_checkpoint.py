@@ -18,8 +18,8 @@ from export.errors import ExportError
 from export.parity.verify import Verification, verify
 from export.trained import loaded_tables
 from export.trained.tables import collect_tables
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from tests.support import candidates
 from tests.support.commands import tbe_export

@@ -14,7 +14,7 @@ from export.errors import ModelError
 from export.parity.verify import Verification, verify
 from export.publish.published import prune
 from export.trained.tables import collect_tables
-from serving.bundle.opening import digest_file, open_bundle
+from serving.bundle.load import digest_file, open_bundle
 from serving.errors import BundleError
 from tests.export.test_hosts import CONFIG, mixed
 from tests.support.hosts import MODEL, edit_manifest

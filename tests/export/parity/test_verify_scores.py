@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from export import ExportConfig, export_model
-from serving.bundle.opening import digest_file
+from serving.bundle.load import digest_file
 from tests.support.commands import tbe_export
 from tests.support.ranker import Ranker, mixing, ranker, ranker_of_ids
 

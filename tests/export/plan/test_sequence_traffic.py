@@ -11,7 +11,7 @@ from export import ExportConfig, OutputDtype, Sharding
 from export.pipeline import plan_model
 from export.plan.report import report_plan
 from export.plan.traffic import HostTraffic, host_traffic
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.hosts import export_hosts, fleet
 from tests.support.models import Spec, collection

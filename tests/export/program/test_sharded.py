@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from export import ExportConfig, OutputDtype, Sharding, WeightDtype, export_model
 from export.plan.sharding import CHOICES
-from serving.bundle.opening import weights_path
+from serving.bundle.load import weights_path
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
 from serving.lookup.program import load_program

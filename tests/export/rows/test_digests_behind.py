@@ -13,7 +13,7 @@ from export.plan.sharding import CHOICES
 from export.rows import rank_files
 from export.rows.rank_files import DigestsBehind
 from export.trained import checkpoint
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
 from tests.support.models import collection
 

@@ -16,7 +16,7 @@ from export.rows import rank_files
 from export.rows.quantize import quantize
 from export.rows.rank_files import write_rows
 from export.trained import checkpoint
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.plan import Shard
 from tests.support.folders import files
 from tests.support.models import Spec, collection, int8_table

@@ -17,7 +17,7 @@ from torchmetrics.functional.classification import binary_auroc
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ExportError
 from export.scores.auc import auc_of, read_labelled
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support.commands import tbe_export

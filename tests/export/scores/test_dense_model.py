@@ -13,7 +13,7 @@ from export import export_model
 from export.errors import ModelError
 from export.parity.verify import verify
 from export.trained.tables import collect_tables
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError

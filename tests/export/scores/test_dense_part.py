@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from export import ExportConfig, export_model
 from export.errors import CheckpointError, ModelError, ParityError
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import SCORES, DenseDtype, DensePart
 from serving.engine import Engine
 from tests.support.often import one_in

@@ -16,7 +16,7 @@ from torchrec.types import DataType
 
 from export import export_model
 from export.errors import ModelError, ParityError
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.managed import managed
 from tests.support.models import Spec, collection

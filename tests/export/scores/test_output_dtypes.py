@@ -11,7 +11,7 @@ from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, export_model
 from export.errors import ModelError
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from tests.support.models import Spec, collection

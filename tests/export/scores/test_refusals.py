@@ -17,7 +17,7 @@ from torchrec.models.dlrm import DLRMTrain
 
 from export import ExportConfig, export_model
 from export.errors import ExportError, ModelError
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.errors import ConfigurationError
 from tests.support.models import collection

@@ -11,7 +11,7 @@ from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, Keyed
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection, flat, random_bags

@@ -30,7 +30,7 @@ from export.parity.verify import verify
 from export.pipeline import plan_model
 from export.trained.checkpoint import open_checkpoint
 from export.trained.tables import collect_tables
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import Spec, collection
 from tests.support.scored import dlrm

@@ -21,7 +21,7 @@ from export import ExportConfig, IdDtype, IdPolicy, WeightDtype, export_model
 from export.errors import CheckpointError, ModelError
 from export.trained.modules import find_collections
 from serving.bundle.id_maps import IDS
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support import sharded_managed

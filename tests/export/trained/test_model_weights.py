@@ -20,7 +20,7 @@ from export.parity.verify import verify
 from export.publish.changes import publish_changes
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError

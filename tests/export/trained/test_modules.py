@@ -21,7 +21,7 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from export import export_model
 from export.errors import ModelError
 from export.trained.modules import find_collections
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from tests.support.wrapped import Around, Hash, pooled
 
 

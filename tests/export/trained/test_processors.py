@@ -19,8 +19,8 @@ from export.pipeline import plan_model
 from export.trained.model_weights import open_weights
 from export.trained.modules import find_collections
 from export.trained.tables import collect_tables
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
-from serving.bundle.opening import open_bundle
 from tests.support.commands import tbe_export
 from tests.support.positioned import LONGEST, positioned
 from tests.support.saved import State, save_dcp, save_safetensors

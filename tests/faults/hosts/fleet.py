@@ -13,7 +13,7 @@ import numpy as np
 from examples.hosts.network import Lan
 from export import ExportConfig, Sharding
 from export.publish.published import release
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.host_faults import serve_all_versions
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only

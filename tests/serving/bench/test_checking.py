@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from serving.bench.checking import Checker
 from serving.bench.requests import Distribution, Prepared, random_requests
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.load import Bundle, open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError

@@ -17,7 +17,7 @@ from export import ExportConfig, IdPolicy, WeightDtype, export_model
 from serving.bench.generator import Repeat, Traffic, generate
 from serving.bench.report import refusal, summarize
 from serving.bench.requests import Distribution, Prepared, random_requests
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.tables import DefaultRow
 from serving.engine import Engine
 from serving.reference import pool

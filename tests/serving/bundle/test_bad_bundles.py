@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.load import open_bundle, verify_digests
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
-from serving.bundle.opening import open_bundle, verify_digests
 from serving.engine import Engine
 from serving.errors import BundleError
 from serving.requests.types import EMBEDDINGS, Tensors

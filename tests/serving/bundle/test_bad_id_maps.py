@@ -12,8 +12,8 @@ import pytest
 
 from export import export_model
 from serving.bundle.id_maps import IDS
+from serving.bundle.load import digest_file, open_bundle, verify_digests
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import digest_file, open_bundle, verify_digests
 from serving.engine import Engine
 from serving.errors import BundleError, InternalError
 from tests.serving.test_id_maps import FP32

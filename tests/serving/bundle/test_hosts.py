@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from export import ExportConfig, Sharding
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.errors import BundleError
 from tests.support.hosts import export_hosts
 from tests.support.models import SUM, collection

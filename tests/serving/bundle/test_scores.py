@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.scores import SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest

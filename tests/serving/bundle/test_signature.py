@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 
 from export import export_model
+from serving.bundle.load import open_bundle
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import open_bundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.errors import BundleError, ConfigurationError
 from tests.support.models import SUM, collection

@@ -22,7 +22,7 @@ from export.publish import lineage
 from serving.bundle import WeightDtype, open_bundle
 from serving.bundle.delta import parse_delta
 from serving.bundle.lineage import Step, lineage_of
-from serving.bundle.opening import Bundle
+from serving.bundle.load import Bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.log import LogFormat

@@ -20,7 +20,7 @@ from export.errors import PublishError
 from export.publish.published import prune, prune_squashed
 from serving.bundle.delta import parse_delta
 from serving.bundle.lineage import Step, delta_path, deltas_folder, lineage_of, steps_in
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError

@@ -19,7 +19,7 @@ import pytest
 
 from export import Sharding, WeightDtype
 from serving.bundle.lineage import deltas_folder
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
@@ -285,7 +285,7 @@ def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
 _MODEL = """
 import os, sys
 from pathlib import Path
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.tables.mutable_tables import LiveCopy
 bundle = open_bundle(Path(sys.argv[1]))
 copy = LiveCopy.take(bundle.path, bundle.manifest, "")
@@ -333,7 +333,7 @@ def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
 _SERVER = """
 import os, sys
 from pathlib import Path
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.tables import delta_writer
 from serving.tables.mutable_tables import LiveCopy
 bundle, half_written = open_bundle(Path(sys.argv[1])), int(sys.argv[2])

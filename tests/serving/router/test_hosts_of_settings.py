@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, Sharding
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient, Tls
 from serving.engine import Engine
 from serving.errors import HostUnavailable

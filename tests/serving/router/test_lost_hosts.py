@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable, ServingError

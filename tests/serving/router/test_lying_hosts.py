@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replaced
 
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import HostUnavailable

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from export import Sharding
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError

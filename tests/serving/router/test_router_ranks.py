@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.bundle.plan import ShardingType
 from serving.client import LookupClient
 from serving.engine import Engine

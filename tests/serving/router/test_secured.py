@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from export import OutputDtype
-from serving.bundle.opening import open_bundle
+from serving.bundle.load import open_bundle
 from serving.client import LookupClient, Tls
 from serving.client.metadata import MetadataFile
 from serving.engine import Engine

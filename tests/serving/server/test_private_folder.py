@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.bundle.opening import in_use
+from serving.bundle.load import in_use
 from serving.engine import Engine
 from serving.errors import ServingError
 from serving.server import run_server

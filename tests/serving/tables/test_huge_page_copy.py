@@ -25,7 +25,7 @@ BEGIN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from serving.bundle import open_bundle
-from serving.bundle.opening import FileDigest
+from serving.bundle.load import FileDigest
 from serving.errors import ServingError
 from serving.tables import huge_page_copy
 from serving.tables.huge_page_copy import SharedCopies

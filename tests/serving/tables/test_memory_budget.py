@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from export import export_model
-from serving.bundle.opening import hold
+from serving.bundle.load import hold
 from serving.tables import memory_budget
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
 from tests.support.models import Spec, collection
@@ -69,7 +69,7 @@ def test_bundles_in_use_take_their_weights_once(repository: Path) -> None:
 
 
 def test_other_processes_count(repository: Path) -> None:
-    program = "import sys; from pathlib import Path; from serving.bundle.opening import hold\n"
+    program = "import sys; from pathlib import Path; from serving.bundle.load import hold\n"
     program += "hold(Path(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(repository / "other" / "1")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

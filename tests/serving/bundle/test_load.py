@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
+from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
 from serving.engine import Engine
 from serving.errors import BundleError
 
