@@ -38,7 +38,7 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
             msgspec.structs.replace(
                 tables[shard.table],
                 name=table,
-                rows=shard.height,
+                rows=shard.row_count,
                 dim=shard.width,
                 pooling=Pooling.SUM,
                 id_policy=IdPolicy.ERROR,
@@ -51,7 +51,9 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
             sharding=dict.fromkeys(names.values(), ShardingType.TABLE_WISE),
             ranks=(Rank(host=host, device=router.plan.ranks[rank].device, weights_file=FIRST_WEIGHTS),),
             shards=tuple(
-                msgspec.structs.replace(shard, table=table, rank=0, rows=(0, shard.height), columns=(0, shard.width))
+                msgspec.structs.replace(
+                    shard, table=table, rank=0, rows=(0, shard.row_count), columns=(0, shard.width)
+                )
                 for shard, table in names.items()
             ),
             row_alignment=router.plan.row_alignment,

@@ -176,7 +176,7 @@ def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None
             np.uint8,
             mode="r+",
             offset=shard.offset_bytes,
-            shape=(shard.height, tables[shard.table].dtype.row_bytes(shard.width)),
+            shape=(shard.row_count, tables[shard.table].dtype.row_bytes(shard.width)),
         )
         for shard in manifest.plan.shards
         if manifest.plan.ranks[shard.rank].weights_file is not None

@@ -22,7 +22,7 @@ from export.parity.limits import check_parity, coarse_notes, overflow_notes
 from export.prepare import Prepared, describe, prepare
 from export.program.compile import compile_program, write_program
 from export.publish.draft import Draft, draft, next_version
-from export.rows.rank_files import DigestsBehind, store_rows
+from export.rows.rank_files import RunningDigests, store_rows
 from export.rows.table_error import TableError
 from export.scores.auc import with_labelled_auc
 from export.scores.dense_part import CompiledDensePart, compare_scores, save_scores
@@ -204,7 +204,7 @@ class Export:
         tables = prepared.trained.tables
         errors: dict[str, TableError] = {}
         done, total = 0, sum(table.float_bytes for table in tables)
-        with DigestsBehind(files, prepared.manifest) as digests:
+        with RunningDigests(files, prepared.manifest) as digests:
             for stored in store_rows(files, tables, prepared.manifest, prepared.weights):
                 digests.written(stored.table, stored.stop)
                 errors[stored.table] = stored.error

@@ -267,11 +267,11 @@ def _sum_bags(
 
 
 def _mapped(directory: Path, manifest: Manifest, shard: Shard, dtype: WeightDtype) -> Bytes:
-    """The stored rows of a shard, uint8 [height, row bytes]."""
+    """The stored rows of a shard, uint8 [rows, row bytes]."""
     return np.memmap(
         weights_path(directory, manifest, shard.rank),
         np.uint8,
         mode="r",
         offset=shard.offset_bytes,
-        shape=(shard.height, dtype.row_bytes(shard.width)),
+        shape=(shard.row_count, dtype.row_bytes(shard.width)),
     )

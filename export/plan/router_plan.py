@@ -86,10 +86,10 @@ def side_by_side(shards: Sequence[Shard]) -> list[Shard]:
     """
     ranks: dict[tuple[int, int], list[int]] = {}
     for each in sorted(shards, key=lambda shard: shard.rank):
-        ranks.setdefault((each.height, each.width), []).append(each.rank)
+        ranks.setdefault((each.row_count, each.width), []).append(each.rank)
     dealt = {shape: iter(shards_of_shape) for shape, shards_of_shape in ranks.items()}
     return [
-        msgspec.structs.replace(each, rank=next(dealt[each.height, each.width]))
+        msgspec.structs.replace(each, rank=next(dealt[each.row_count, each.width]))
         for each in sorted(shards, key=lambda shard: (shard.columns, shard.rows))
     ]
 

@@ -48,7 +48,11 @@ def shard_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> Ite
     """
     id_bytes = ID_BYTES + (WEIGHT_BYTES if manifest.weighted else 0)
     for table, shard, ids, bags in _asked(manifest, sharding, samples):
-        yield shard, ids * shard.height / table.rows * id_bytes + bags * LENGTH_BYTES, bags * shard.width * SUM_BYTES
+        yield (
+            shard,
+            ids * shard.row_count / table.rows * id_bytes + bags * LENGTH_BYTES,
+            bags * shard.width * SUM_BYTES,
+        )
 
 
 def host_traffic(
@@ -78,13 +82,13 @@ def host_traffic(
 
 def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:
     """The traffic of a host. `held` is what `_asked` yields for its shards; a sum's element takes `sum_bytes`."""
-    is_long = any(shard.height > _MOST_INT32_ROWS for _, shard, _, _ in held)
+    is_long = any(shard.row_count > _MOST_INT32_ROWS for _, shard, _, _ in held)
     is_weighted = any(table.weighted for table, _, _, _ in held)
     id_bytes = HOST_ID_BYTES * (2 if is_long else 1) + (WEIGHT_BYTES if is_weighted else 0)
     to_host: dict[str, float] = {}
     to_router: dict[str, float] = {}
     for table, shard, ids, bags in held:
-        sent = ids * shard.height / table.rows * id_bytes + bags * HOST_LENGTH_BYTES
+        sent = ids * shard.row_count / table.rows * id_bytes + bags * HOST_LENGTH_BYTES
         to_host[table.name] = to_host.get(table.name, 0) + sent
         to_router[table.name] = to_router.get(table.name, 0) + bags * shard.width * sum_bytes
     return HostTraffic(to_host, to_router)

@@ -28,7 +28,7 @@ from serving.ordered_map import map_in_order
 _READ_BYTES = 1 << 18  # stays in a core's cache between being read and hashed
 
 
-class DigestsBehind:
+class RunningDigests:
     """The digests of files that are written during a `with` block.
 
     Each file is read again from its start, as far as all its bytes are written. So the digest is that of the file's
@@ -53,8 +53,8 @@ class DigestsBehind:
     def __enter__(self) -> Self:
         buffer = memoryview(bytearray(_READ_BYTES))  # for all, since one thread reads
         with ExitStack() as stack:
-            self._followed = {
-                rank: _Followed(stack.enter_context(path.open("a+b", buffering=0)).fileno(), buffer)
+            self._hashed_files = {
+                rank: _HashedFile(stack.enter_context(path.open("a+b", buffering=0)).fileno(), buffer)
                 for rank, path in self._files_of_ranks.items()
             }
             self._thread = ThreadPoolExecutor(1)
@@ -74,7 +74,7 @@ class DigestsBehind:
         self._written[table] = stop
         for rank, shards in self._shards.items():
             if any(shard.table == table for shard, _ in shards):
-                self._follow(rank, self._whole_bytes(rank))
+                self._hash_to(rank, self._whole_bytes(rank))
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()
 
@@ -84,32 +84,32 @@ class DigestsBehind:
         Raises:
             OSError: a file cannot be read.
         """
-        sizes = {rank: os.fstat(followed.file).st_size for rank, followed in self._followed.items()}
+        sizes = {rank: os.fstat(hashed_file.file).st_size for rank, hashed_file in self._hashed_files.items()}
         for rank, size in sizes.items():
-            self._follow(rank, size)
+            self._hash_to(rank, size)
         for task in self._waiting:
             task.result()
         return {
-            rank: FileDigest(size_bytes=sizes[rank], sha256=followed.sha256.hexdigest())
-            for rank, followed in self._followed.items()
+            rank: FileDigest(size_bytes=sizes[rank], sha256=hashed_file.sha256.hexdigest())
+            for rank, hashed_file in self._hashed_files.items()
         }
 
     def _whole_bytes(self, rank: int) -> int:
         """How many bytes at the start of a rank's file are written."""
         whole = 0
         for shard, row_bytes in self._shards[rank]:
-            rows = min(max(self._written.get(shard.table, 0) - shard.rows[0], 0), shard.height)
+            rows = min(max(self._written.get(shard.table, 0) - shard.rows[0], 0), shard.row_count)
             if rows:  # else the padding before it is not there yet
                 whole = shard.offset_bytes + rows * row_bytes
-            if rows < shard.height:
+            if rows < shard.row_count:
                 break
         return whole
 
-    def _follow(self, rank: int, stop: int) -> None:
-        self._waiting.append(self._thread.submit(self._followed[rank].hash_to, stop))
+    def _hash_to(self, rank: int, stop: int) -> None:
+        self._waiting.append(self._thread.submit(self._hashed_files[rank].hash_to, stop))
 
 
-class _Followed:
+class _HashedFile:
     """A file that is hashed from its start, as far as it is written."""
 
     def __init__(self, file: int, buffer: memoryview) -> None:

@@ -76,7 +76,7 @@ class Shard(Strict, frozen=True):
     offset_bytes: int
 
     @property
-    def height(self) -> int:
+    def row_count(self) -> int:
         """The number of rows."""
         return self.rows[1] - self.rows[0]
 

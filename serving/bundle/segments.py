@@ -94,11 +94,11 @@ def takes_weights(manifest: Manifest, segments: Iterable[FeatureShard]) -> bool:
 
 def id_dtype_of(segments: Iterable[FeatureShard]) -> IdDtype:
     """The dtype of row numbers in requests for these segments: INT32 if all of them fit, else INT64."""
-    return IdDtype.INT32 if all(segment.shard.height <= _MOST_INT32 for segment in segments) else IdDtype.INT64
+    return IdDtype.INT32 if all(segment.shard.row_count <= _MOST_INT32 for segment in segments) else IdDtype.INT64
 
 
 def _name_of(table: Table, shard: Shard) -> str:
     """The name of a shard: its table's name, with a slice if it is not the whole table."""
-    rows = "" if shard.height == table.rows else f"[{shard.rows[0]}:{shard.rows[1]}]"
+    rows = "" if shard.row_count == table.rows else f"[{shard.rows[0]}:{shard.rows[1]}]"
     columns = "" if shard.width == table.dim else f"{'' if rows else '[:]'}[{shard.columns[0]}:{shard.columns[1]}]"
     return f"{table.name}{rows}{columns}"

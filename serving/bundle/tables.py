@@ -139,7 +139,7 @@ class Table(Strict, frozen=True, omit_defaults=True):
 
     def shard_bytes(self, shard: Shard) -> int:
         """Bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
-        return shard.height * self.dtype.row_bytes(shard.width)
+        return shard.row_count * self.dtype.row_bytes(shard.width)
 
     def columns_at(self, shard: Shard) -> slice:
         """Where in a whole row the elements of a shard are, in bytes."""

@@ -185,7 +185,7 @@ class ShardRows:
         width = table.dtype.row_bytes(shard.width)
         offset = start + shard.offset_bytes
         # A row is one item, so that numpy copies it at once.
-        self._rows = np.frombuffer(pages, f"V{width}", shard.height, offset)
+        self._rows = np.frombuffer(pages, f"V{width}", shard.row_count, offset)
         self._first, self._last = shard.rows
         self._table, self._shard = table, shard
 

@@ -166,7 +166,7 @@ def test_blocks_are_dealt_anew_so_that_those_of_a_rank_are_neighbours(shards: An
     after = side_by_side(before)
     assert [each.rank for each in after] == ranks
     assert {(each.rows, each.columns) for each in after} == {(each.rows, each.columns) for each in before}
-    shapes = [Counter((each.rank, each.height, each.width) for each in shards) for shards in (before, after)]
+    shapes = [Counter((each.rank, each.row_count, each.width) for each in shards) for shards in (before, after)]
     assert shapes[0] == shapes[1]
 
 

@@ -201,5 +201,5 @@ def test_a_shard_is_sent_its_part_of_the_ids_and_all_lengths(weighted: bool) -> 
     found = [*shard_traffic(manifest, sharding, 10)]
     assert len(found) == 4
     for shard, sent, answered in found:
-        assert sent == 2 * 10 * 5 * shard.height / 100 * (12 if weighted else 8) + 2 * 10 * 8
+        assert sent == 2 * 10 * 5 * shard.row_count / 100 * (12 if weighted else 8) + 2 * 10 * 8
         assert answered == 2 * 10 * 16 * 4

@@ -1,4 +1,4 @@
-"""The digests that follow behind the writes are those of the published files, however tables are cut."""
+"""Digests that are computed during the writes match the published files, however tables are cut."""
 
 import hashlib
 from collections import Counter
@@ -11,7 +11,7 @@ from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import QuantizeError
 from export.plan.sharding import CHOICES
 from export.rows import rank_files
-from export.rows.rank_files import DigestsBehind
+from export.rows.rank_files import RunningDigests
 from export.trained import checkpoint
 from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
@@ -67,13 +67,13 @@ def test_digests_of_hosts_bundles_are_of_the_published_files(tmp_path: Path) -> 
 
 def test_files_are_hashed_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    follow = DigestsBehind._follow
+    hash_to = RunningDigests._hash_to
 
-    def watched(digests: DigestsBehind, rank: int, stop: int) -> None:
+    def watched(digests: RunningDigests, rank: int, stop: int) -> None:
         asked.append(stop)
-        follow(digests, rank, stop)
+        hash_to(digests, rank, stop)
 
-    monkeypatch.setattr(DigestsBehind, "_follow", watched)
+    monkeypatch.setattr(RunningDigests, "_hash_to", watched)
     bundle = export_model(collection(), tmp_path / "r", "m")
     size = (bundle / "weights.0.bin").stat().st_size
     assert asked == sorted(asked)
