@@ -32,6 +32,7 @@ from serving.bundle.load import open_bundle, versions
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import is_url, replacing
 from serving.model.config_file import OURS, read_config, settings_of
+from serving.model.settings import WeightsMemory
 from serving.store import Store
 
 # Its time is when all was here last that the store had of a lineage.
@@ -277,7 +278,7 @@ def lineages(model: Path) -> list[LiveLineage]:
         BundleError, ConfigurationError: a version or the settings cannot be read.
     """
     config = read_config(model)
-    if OURS not in config.parameters or settings_of(config).weights_memory != "live":
+    if OURS not in config.parameters or settings_of(config).weights_memory != WeightsMemory.LIVE:
         return []
     since: dict[str, int] = {}
     for number in versions(model):

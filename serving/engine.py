@@ -17,7 +17,7 @@ from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.lookup.program import DenseProgram
 from serving.lookup.ranks import BatchAnswer, failed_of
-from serving.model.settings import ServingSettings
+from serving.model.settings import ServingSettings, WeightsMemory
 from serving.ranks import open_ranks
 from serving.requests.accept import accept
 from serving.requests.batches import batches_of, outputs_of
@@ -30,7 +30,7 @@ from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
 from serving.requests.sequences import JaggedRows, rows_of
 from serving.requests.types import Batch, Embeddings, KjtRequest, Outputs, Tensors, ValidatedRequests
 from serving.router.hosts_config import HostsConfig
-from serving.tables.table_files import TableFiles, WeightsMemory
+from serving.tables.table_files import TableFiles
 
 # Addresses of each host of a router's plan, by its number; see `HostsConfig`.
 Addresses = Mapping[int, str | Sequence[str]]

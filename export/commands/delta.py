@@ -17,6 +17,7 @@ from serving.bundle.load import open_bundle
 from serving.errors import ConfigurationError
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
+from serving.model.settings import WeightsMemory
 from serving.pins import check_pins
 from serving.terminal.app import out
 from serving.terminal.options import real
@@ -95,7 +96,7 @@ def delta(
     )
     for note in found.notes:
         out.print(f"note: {note}", soft_wrap=True)
-    if settings_of(read_config(model)).weights_memory != "live":
+    if settings_of(read_config(model)).weights_memory != WeightsMemory.LIVE:
         out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
 
 

@@ -43,6 +43,7 @@ from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
+from serving.model.settings import WeightsMemory
 from serving.pins import check_pins
 from serving.store import Store
 from serving.terminal.app import bytes_bar, complain, out
@@ -233,7 +234,7 @@ def prune(
 
     A version that a server on this host has open, or that is to be served, stays.
     """
-    takes_deltas = settings_of(read_config(model)).weights_memory == "live"
+    takes_deltas = settings_of(read_config(model)).weights_memory == WeightsMemory.LIVE
     if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():
         complain(
             "tbe-export",

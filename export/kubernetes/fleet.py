@@ -14,6 +14,7 @@ from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
+from serving.model.settings import WeightsMemory
 from serving.tables.memory_need import SHM_BYTES, shared_bytes_of
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
@@ -272,7 +273,7 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
     """
     model = bundles[0].path.parent
     settings = settings_of(read_config(model, trusted))
-    if settings.weights_memory == "locked":
+    if settings.weights_memory == WeightsMemory.LOCKED:
         raise ConfigurationError(
             f"{model}: weights-memory: expected 'mapped', 'huge' or 'live' in pods, got 'locked': how much memory a "
             f"pod may lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has "
@@ -280,8 +281,8 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
         )
     files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
     copied = sum(in_huge_pages(file.size_bytes) for file in files)
-    huge = copied if settings.weights_memory == "huge" else 0
-    live = copied + HUGE_PAGE * len(bundles) if settings.weights_memory == "live" else 0
+    huge = copied if settings.weights_memory == WeightsMemory.HUGE else 0
+    live = copied + HUGE_PAGE * len(bundles) if settings.weights_memory == WeightsMemory.LIVE else 0
     scores = any(each.manifest.dense_part for each in bundles)
     cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
     return {

@@ -40,11 +40,10 @@ from serving.errors import (
     shown,
 )
 from serving.log import Sampled, about_model
-from serving.model.settings import RECOVERED, ServingSettings, parsed
+from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, PassedOver, read_captured
 from serving.requests.types import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
-from serving.tables.table_files import WeightsMemory
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
 # because the members exist only in a running backend.

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from enum import StrEnum
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -30,6 +31,21 @@ _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _FLAGS = {"true": True, "false": False}
 
 
+class WeightsMemory(StrEnum):
+    """Where a bundle's weights files are held in memory while it is served.
+
+    mapped: in the page cache, which all processes of the machine share. In huge pages where the kernel has them.
+    locked: as mapped, and never given back (mlock(2)).
+    huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
+    live: in one copy for all processes, which deltas change. In huge pages where such a file system is mounted.
+    """
+
+    MAPPED = "mapped"
+    LOCKED = "locked"
+    HUGE = "huge"
+    LIVE = "live"
+
+
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """The values that a setting may have: as a test, and in words for the message "expected `words`, got …"."""
@@ -40,6 +56,11 @@ class Allowed:
 
 def _between(least: int, most: int) -> Allowed:
     return Allowed(lambda value: least <= value <= most, f"{least} to {most}")
+
+
+def _one_of(values: type[StrEnum]) -> Allowed:
+    *names, last = values
+    return Allowed(lambda value: value in [*values], f"{', '.join(names)} or {last}")
 
 
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
@@ -148,8 +169,8 @@ class ServingSettings:
         True, None, "Compare the weights files with their digests before a version serves: about one second per GB."
     )
     weights_memory: str = _setting(
-        "mapped",
-        Allowed(lambda value: value in ("mapped", "locked", "huge", "live"), "mapped, locked, huge or live"),
+        WeightsMemory.MAPPED.value,
+        _one_of(WeightsMemory),
         "Where the weights files are held in memory. 'mapped' (default): in the page cache, in huge pages where the "
         "kernel has them. 'locked': the same, and never given back. 'huge': in one copy for all instances, on a "
         "hugetlbfs or a tmpfs with huge=. 'live': in one copy for all instances, on such a file system or in "

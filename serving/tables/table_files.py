@@ -1,6 +1,5 @@
 """The weights files of a bundle's ranks, mapped into memory."""
 
-import enum
 import hashlib
 import threading
 import warnings
@@ -17,6 +16,7 @@ from serving.bundle.load import check_digest, check_sha256
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
+from serving.model.settings import WeightsMemory
 from serving.tables.huge_page_copy import SharedCopies
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
 from serving.tables.mutable_tables import LiveCopy, offsets_of
@@ -25,21 +25,6 @@ from serving.tables.read_ahead import ReadAhead
 
 # Seconds between checks for free memory.
 _LOOKS_S = 1.0
-
-
-class WeightsMemory(enum.Enum):
-    """Where a bundle's weights files are held in memory while it is served.
-
-    mapped: in the page cache, which all processes of the machine share. In huge pages where the kernel has them.
-    locked: as mapped, and never given back (mlock(2)).
-    huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
-    live: in one copy for all processes, which deltas change. In huge pages where such a file system is mounted.
-    """
-
-    MAPPED = "mapped"
-    LOCKED = "locked"
-    HUGE = "huge"
-    LIVE = "live"
 
 
 class PagesUsed(NamedTuple):

@@ -42,10 +42,9 @@ from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.engine import Engine
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.log import server_log
-from serving.model.settings import ServingSettings
+from serving.model.settings import ServingSettings, WeightsMemory
 from serving.server.delta_service import LiveCopies
 from serving.store import Store
-from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
 from tests.support.host_faults import until

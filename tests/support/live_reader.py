@@ -13,8 +13,8 @@ import time
 import numpy as np
 
 from serving.engine import Engine
+from serving.model.settings import WeightsMemory
 from serving.requests.types import Embeddings
-from serving.tables.table_files import WeightsMemory
 
 _PATIENCE_S, _SOME = 60.0, 10
 

@@ -26,10 +26,10 @@ from serving.bundle.load import Bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.log import LogFormat
+from serving.model.settings import WeightsMemory
 from serving.server import delta_service
 from serving.tables import memory_budget
 from serving.tables.mutable_tables import LIVE_SERVER, live_copies
-from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.live import applying, publish_number, published, wait_until, wait_until_applied
 

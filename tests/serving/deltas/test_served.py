@@ -16,8 +16,7 @@ from export.publish.published import prune
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.model.settings import ServingSettings
-from serving.tables.table_files import WeightsMemory
+from serving.model.settings import ServingSettings, WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.live import PATIENCE_S, changed_rows, publish_number, published
 from tests.support.models import MIXED, MIXED_CONFIG, collection, random_bags

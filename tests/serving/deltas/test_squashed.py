@@ -24,10 +24,10 @@ from serving.bundle.load import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
+from serving.model.settings import WeightsMemory
 from serving.server.delta_service import LiveCopies
 from serving.tables import delta_writer
 from serving.tables.mutable_tables import LiveCopy, remove_unused_live_copies
-from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
 from tests.support.live import (

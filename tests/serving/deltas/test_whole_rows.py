@@ -24,6 +24,7 @@ from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.log import server_log
+from serving.model.settings import WeightsMemory
 from serving.server.delta_service import LiveCopies
 from serving.tables import delta_writer, live_state, mutable_tables
 from serving.tables.huge_page_copy import locked
@@ -36,7 +37,6 @@ from serving.tables.mutable_tables import (
     live_copies,
     remove_unused_live_copies,
 )
-from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in
 

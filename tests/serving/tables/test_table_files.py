@@ -18,10 +18,10 @@ from export import export_model
 from serving.bundle import Bundle, open_bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
-from serving.model.settings import ServingSettings
+from serving.model.settings import ServingSettings, WeightsMemory
 from serving.tables import memory_budget, pages, table_files
 from serving.tables.pages import HUGE_PAGE, cached
-from serving.tables.table_files import PagesUsed, TableFiles, WeightsMemory
+from serving.tables.table_files import PagesUsed, TableFiles
 from tests.support.huge_pages import expect_huge, write_in_small_pieces
 from tests.support.models import Spec, collection
 
@@ -216,7 +216,8 @@ import resource, sys
 from pathlib import Path
 from serving.bundle import open_bundle
 from serving.errors import ConfigurationError
-from serving.tables.table_files import TableFiles, WeightsMemory
+from serving.model.settings import WeightsMemory
+from serving.tables.table_files import TableFiles
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[2]),) * 2)
 bundle = open_bundle(Path(sys.argv[1]))
 try:
