@@ -12,7 +12,7 @@ from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
-from tests.support.forms import example_of, module_of
+from tests.models.registry import example_of, module_of
 from tests.support.live import changing_nothing
 from tests.support.models import Spec, collection
 from tests.support.servers import replace_model_py

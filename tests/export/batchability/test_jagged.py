@@ -16,8 +16,8 @@ from export.errors import ModelError
 from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
+from tests.models.inputs import DIM, ROWS, ids
 from tests.support.asked import answered, asked, assert_close
-from tests.support.forms_inputs import DIM, ROWS, ids
 from tests.support.scored import EXACT
 from tests.support.sequences import sequences
 

@@ -16,13 +16,13 @@ from torchrec import KeyedJaggedTensor
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
-from tests.support.forms_inputs import ids
+from tests.models.inputs import ids
 from tests.support.scored import EXACT
 
 SOURCE = """
 import torch
 from torch import nn
-from tests.support.forms_inputs import DIM, POOLED
+from tests.models.inputs import DIM, POOLED
 from tests.support.models import collection
 
 

@@ -18,8 +18,8 @@ from torchrec import KeyedJaggedTensor as Keyed
 from export import export_model
 from export.errors import ExportError
 from serving.engine import Engine
+from tests.models.inputs import DIM, POOLED, ids, numbers, of
 from tests.support.asked import answered, asked, assert_close
-from tests.support.forms_inputs import DIM, POOLED, ids, numbers, of
 from tests.support.managed import behind, mch, trained
 from tests.support.models import Spec, collection
 from tests.support.often import one_in

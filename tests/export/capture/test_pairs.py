@@ -15,8 +15,8 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from serving.errors import InvalidRequest
+from tests.models.inputs import DIM, POOLED, ROWS, ids, numbers
 from tests.support.asked import assert_close, column_of
-from tests.support.forms_inputs import DIM, POOLED, ROWS, ids, numbers
 from tests.support.models import collection
 from tests.support.often import one_in
 from tests.support.scored import EXACT

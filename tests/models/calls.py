@@ -1,4 +1,4 @@
-"""Forms of the call: batches, objects, dicts and defaults in place of tensors."""
+"""Models of the call: batches, objects, dicts and defaults in place of tensors."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from tests.support.forms_inputs import (
+from tests.models.inputs import (
     DIM,
     POOLED,
     WIDTH,
-    Form,
+    NamedModel,
     by_name,
     dense,
     ids,
@@ -280,26 +280,30 @@ def parts(random: np.random.Generator, samples: int) -> list[Tensor]:
     return [numbers(random, samples, 1), numbers(random, samples, WIDTH - 1)]
 
 
-CALLS: dict[str, Form] = {
-    "batch_by_group": (ByGroup, positional(groups)),
-    "batch_by_key": (ByKey, positional(groups)),
-    "batch_object": (OfObject, positional(criteo)),
-    "batch_named_tuple": (OfNamedTuple, positional(lambda random, n: Row(pooled_ids(random, n), dense(random, n)))),
-    "training_wrapper": (Training, positional(criteo)),
-    "predicting_wrapper": (Predicting, positional(groups)),
-    "defaults": (
+CALLS: dict[str, NamedModel] = {
+    "batch_by_group": NamedModel(ByGroup, positional(groups)),
+    "batch_by_key": NamedModel(ByKey, positional(groups)),
+    "batch_object": NamedModel(OfObject, positional(criteo)),
+    "batch_named_tuple": NamedModel(
+        OfNamedTuple, positional(lambda random, n: Row(pooled_ids(random, n), dense(random, n)))
+    ),
+    "training_wrapper": NamedModel(Training, positional(criteo)),
+    "predicting_wrapper": NamedModel(Predicting, positional(groups)),
+    "defaults": NamedModel(
         WithDefaults,
         named(continuous=dense, keyed=pooled_ids, author_embedding=lambda random, n: numbers(random, n, 4)),
     ),
-    "defaults_given_as_none": (
+    "defaults_given_as_none": NamedModel(
         WithDefaults,
         positional(dense, pooled_ids, nothing, lambda random, n: numbers(random, n, 4), nothing, nothing),
     ),
-    "dict_of_tensors": (OfTensors, tensors),
-    "values_and_lengths": (OfFlat, flat),
-    "values_and_lengths_by_key": (OfPairs, pairs),
-    "values_and_lengths_split": (OfFlatSplit, lambda random, n: (*flat(random, n)[:2], numbers(random, n, 1))),
-    "dict_of_keyed": (
+    "dict_of_tensors": NamedModel(OfTensors, tensors),
+    "values_and_lengths": NamedModel(OfFlat, flat),
+    "values_and_lengths_by_key": NamedModel(OfPairs, pairs),
+    "values_and_lengths_split": NamedModel(
+        OfFlatSplit, lambda random, n: (*flat(random, n)[:2], numbers(random, n, 1))
+    ),
+    "dict_of_keyed": NamedModel(
         OfUserAndItem,
         positional(
             by_name(
@@ -310,6 +314,10 @@ CALLS: dict[str, Form] = {
             )
         ),
     ),
-    "collection_asked_twice": (AskedTwice, positional(*[lambda random, n: ids(random, n, "item_id")] * 2)),
-    "numbers_and_lists": (OfAnything, named(keyed=pooled_ids, parts=parts, temperature=lambda *_: 2.0)),
+    "collection_asked_twice": NamedModel(
+        AskedTwice,
+        positional(*[lambda random, n: ids(random, n, "item_id")] * 2),
+        refused="'user_features' and 'item_features' have ids of one key, 'item_id'",
+    ),
+    "numbers_and_lists": NamedModel(OfAnything, named(keyed=pooled_ids, parts=parts, temperature=lambda *_: 2.0)),
 }

@@ -1,4 +1,4 @@
-"""Forms of events: numbers for each id of a history, such as its times; and a score for each of several candidates."""
+"""Models of events: numbers for each id of a history, such as its times; and a score for each of several candidates."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, ROWS, Example, Form, ids, numbers, of
-from tests.support.forms_of_sequences import LONGEST, Rows
+from tests.models.inputs import DIM, ROWS, Example, NamedModel, ids, numbers, of
+from tests.models.sequences import LONGEST, Rows
 from tests.support.sequences import sequences
 
 ACTIONS = 7
@@ -198,12 +198,14 @@ def joined(random: np.random.Generator, samples: int) -> Example:
     return both[0], both[1]
 
 
-EVENTS: dict[str, Form] = {
-    "times_of_events": (Times, times),
-    "actions_of_events": (Actions, lambda random, samples: (session(random, samples),)),
-    "attention_by_candidate": (Ranked, candidates),
-    "joined_histories": (Joined, joined),
-    "rows_side_by_side": (SideBySide, side_by_side),
-    "events_by_part": (ByPart, by_part),
-    "numbers_of_other_lengths": (OwnLengths, of_other_lengths),
+EVENTS: dict[str, NamedModel] = {
+    "times_of_events": NamedModel(Times, times),
+    "actions_of_events": NamedModel(Actions, lambda random, samples: (session(random, samples),)),
+    "attention_by_candidate": NamedModel(Ranked, candidates),
+    "joined_histories": NamedModel(Joined, joined),
+    "rows_side_by_side": NamedModel(SideBySide, side_by_side),
+    "events_by_part": NamedModel(ByPart, by_part),
+    "numbers_of_other_lengths": NamedModel(
+        OwnLengths, of_other_lengths, refused="uses 'session.measured', which no collection looks up"
+    ),
 }

@@ -1,4 +1,4 @@
-"""Forms of sequences: what becomes of the rows and lengths that an EmbeddingCollection answers."""
+"""Models of sequences: what becomes of the rows and lengths that an EmbeddingCollection answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, ROWS, WIDTH, Example, Form, dense, ids, numbers, of, positional
+from tests.models.inputs import DIM, POOLED, ROWS, WIDTH, Example, NamedModel, dense, ids, numbers, of, positional
 from tests.support.managed import behind, mch, trained
 from tests.support.managed import kjt_of as kjt_of_raw
 from tests.support.models import Spec, collection
@@ -300,13 +300,15 @@ OF_SEEN: dict[str, Callable[[], nn.Module]] = {
     "score_by_candidate": ByCandidate,
 }
 
-SEQUENCES: dict[str, Form] = {name: (module, positional(seen)) for name, module in OF_SEEN.items()} | {
-    "longest_of_batch": (OwnLongest, positional(not_empty)),
-    "norms_of_longest": (NormsOfPadded, positional(not_empty)),
-    "longest_of_lengths": (LongestOfLengths, positional(not_empty)),
-    "sequences_of_one_length": (OneLength, positional(one_length)),
-    "all_of_one_length": (AllOfOneLength, positional(all_of_one_length)),
-    "numbers_by_event": (Measured, events),
-    "beside_pooled": (BesidePooled, positional(beside, dense)),
-    "raw_ids": (RawIds, positional(raw)),
+SEQUENCES: dict[str, NamedModel] = {
+    name: NamedModel(module, positional(seen)) for name, module in OF_SEEN.items()
+} | {
+    "longest_of_batch": NamedModel(OwnLongest, positional(not_empty)),
+    "norms_of_longest": NamedModel(NormsOfPadded, positional(not_empty)),
+    "longest_of_lengths": NamedModel(LongestOfLengths, positional(not_empty)),
+    "sequences_of_one_length": NamedModel(OneLength, positional(one_length)),
+    "all_of_one_length": NamedModel(AllOfOneLength, positional(all_of_one_length)),
+    "numbers_by_event": NamedModel(Measured, events),
+    "beside_pooled": NamedModel(BesidePooled, positional(beside, dense)),
+    "raw_ids": NamedModel(RawIds, positional(raw)),
 }

@@ -1,6 +1,7 @@
-"""What the forms are made of: their tables, and random ids and numbers for them."""
+"""What named models are made of: their tables, and random ids and numbers for them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,23 @@ from tests.support.models import Spec, table_of
 
 # The arguments of one call: positional ones, or by name.
 Example = tuple[Any, ...] | dict[str, Any]
-Form = tuple[Callable[[], nn.Module], Callable[[np.random.Generator, int], Example]]
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model, and what is expected of it.
+
+    Attributes:
+        make: makes the module.
+        example: makes the arguments of one call, from random numbers, for a number of samples.
+        refused: a pattern of the message of its refusal, with the line to change if one is to be changed; None if it is
+            served, and answers what the module answers.
+    """
+
+    make: Callable[[], nn.Module]
+    example: Callable[[np.random.Generator, int], Example]
+    refused: str | None = None
+
 
 POOLED = (
     Spec("user", 50, 8, "SUM", ("user_id",)),

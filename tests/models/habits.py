@@ -1,4 +1,4 @@
-"""Forms of habits in what follows the collections: asserts, branches on shapes, numpy's names, assignments."""
+"""Models of habits in what follows the collections: asserts, branches on shapes, numpy's names, assignments."""
 
 import logging
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from torch.autograd.profiler import record_function
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.regroup import KTRegroupAsDict
 
-from tests.support.forms_inputs import DIM, POOLED, WIDTH, Form, dense, pooled_ids, positional
-from tests.support.forms_of_calls import Network
+from tests.models.calls import Network
+from tests.models.inputs import DIM, POOLED, WIDTH, NamedModel, dense, pooled_ids, positional
 from tests.support.models import collection
 
 
@@ -270,8 +270,8 @@ OF_IDS: dict[str, Callable[[], nn.Module]] = {
     "regrouped_before": lambda: Regroups(other_order=True),
 }
 
-HABITS: dict[str, Form] = {
-    name: (module, positional(pooled_ids, dense))
+HABITS: dict[str, NamedModel] = {
+    name: NamedModel(module, positional(pooled_ids, dense))
     for name, module in {
         "shape_asserts": Asserts,
         "branch_on_dimensions": Branches,
@@ -289,6 +289,10 @@ HABITS: dict[str, Form] = {
         "bits_of_numbers": Bits,
         "collection_not_called": NotCalled,
         "branch_on_batch_size": OfBatchSize,
-        "across_samples": Across,
     }.items()
-} | {name: (make, positional(pooled_ids)) for name, make in OF_IDS.items()}
+} | {name: NamedModel(make, positional(pooled_ids)) for name, make in OF_IDS.items()}
+HABITS["across_samples"] = NamedModel(
+    Across,
+    positional(pooled_ids, dense),
+    refused=r"expected an answer with a row for each sample, got 'scores' \[B, B\]",
+)

@@ -1,11 +1,11 @@
-"""Forms of ids: KeyedJaggedTensors that the forward builds, joins, takes apart or changes."""
+"""Models of ids: KeyedJaggedTensors that the forward builds, joins, takes apart or changes."""
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, ROWS_OF, Form, ids, numbers, of, pooled_ids, positional
+from tests.models.inputs import DIM, POOLED, ROWS_OF, NamedModel, ids, numbers, of, pooled_ids, positional
 from tests.support.models import Spec, collection
 
 ORDER = ("user_id", "item_id", "words")
@@ -251,29 +251,39 @@ def ends(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor, 
     return keyed, of(random, 3, samples)
 
 
-KEYS: dict[str, Form] = {
-    "ids_of_matrix": (OfMatrix, matrix),
-    "ids_of_lists": (OfLists, matrix),
-    "ids_of_made_offsets": (OfMadeOffsets, matrix),
-    "ids_of_columns": (OfColumns, columns),
-    "ids_of_sorted_dict": (OfSortedDict, sorted_dict),
-    "ids_of_offsets": (OfOffsets, offsets),
-    "ids_of_jagged": (OfJagged, jagged),
-    "ids_of_jagged_permuted": (OfJaggedPermuted, jagged),
-    "ids_weighted": (Weighted, weighted),
-    "ids_joined": (
+KEYS: dict[str, NamedModel] = {
+    "ids_of_matrix": NamedModel(OfMatrix, matrix),
+    "ids_of_lists": NamedModel(
+        OfLists, matrix, refused="line [0-9]+: `lengths = torch.tensor.*nor lists as long as a batch"
+    ),
+    "ids_of_made_offsets": NamedModel(OfMadeOffsets, matrix),
+    "ids_of_columns": NamedModel(OfColumns, columns),
+    "ids_of_sorted_dict": NamedModel(
+        OfSortedDict, sorted_dict, refused="line [0-9]+: `lengths.extend.*nor lists as long as a batch"
+    ),
+    "ids_of_offsets": NamedModel(OfOffsets, offsets),
+    "ids_of_jagged": NamedModel(OfJagged, jagged),
+    "ids_of_jagged_permuted": NamedModel(OfJaggedPermuted, jagged),
+    "ids_weighted": NamedModel(Weighted, weighted),
+    "ids_joined": NamedModel(
         Joined,
         positional(lambda random, n: ids(random, n, "user_id"), lambda random, n: ids(random, n, "item_id", "words")),
     ),
-    "ids_joined_by_hand": (
+    "ids_joined_by_hand": NamedModel(
         JoinedByHand,
         positional(lambda random, n: ids(random, n, "user_id"), lambda random, n: ids(random, n, "item_id", "words")),
     ),
-    "one_id_of_each_key": (OneOfEach, positional(lambda random, n: ids(random, n, *ORDER, least=1, most=1))),
-    "ids_permuted": (Permuted, positional(pooled_ids)),
-    "ids_split": (Split, positional(pooled_ids)),
-    "ids_padded": (Padded, padded),
-    "ids_hashed": (Hashed, positional(pooled_ids)),
-    "ids_of_pairs": (Pairs, edges),
-    "ends_of_edges": (Edges, ends),
+    "one_id_of_each_key": NamedModel(
+        OneOfEach, positional(lambda random, n: ids(random, n, *ORDER, least=1, most=1))
+    ),
+    "ids_permuted": NamedModel(Permuted, positional(pooled_ids)),
+    "ids_split": NamedModel(Split, positional(pooled_ids)),
+    "ids_padded": NamedModel(Padded, padded, refused="makes the ids of key 'words' itself at .*line [0-9]+: `"),
+    "ids_hashed": NamedModel(
+        Hashed, positional(pooled_ids), refused="by aten.remainder.Scalar at .*line [0-9]+: `return self.scores"
+    ),
+    "ids_of_pairs": NamedModel(
+        Pairs, edges, refused="cannot be followed for any number of samples at .*line [0-9]+: `pairs = "
+    ),
+    "ends_of_edges": NamedModel(Edges, ends),
 }

@@ -1,4 +1,4 @@
-"""Each form that public rankers bring: it runs by itself, and is served as it answers by itself, or refused by name."""
+"""Each named model answers by itself, and is served as it answers or refused by name."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,34 +18,22 @@ from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
+from tests.models.keys import ORDER
+from tests.models.registry import MODELS, REFUSED, SERVED, call, example_of, module_of
 from tests.support.asked import Numbers, answered, asked, assert_close, column_of
-from tests.support.forms import call, example_of, forms, module_of
-from tests.support.forms_of_keys import ORDER
 from tests.support.often import one_in
 from tests.support.on_gpu import GPU, sent, to_gpu
 from tests.support.oracle import exported_table
 from tests.support.scored import EXACT
 
-# Forms that are refused, and what the message says: the line, where the forward has one that is to be changed.
-REFUSED = {
-    "collection_asked_twice": "'user_features' and 'item_features' have ids of one key, 'item_id'",
-    "ids_of_lists": "line [0-9]+: `lengths = torch.tensor.*nor lists as long as a batch",
-    "ids_of_sorted_dict": "line [0-9]+: `lengths.extend.*nor lists as long as a batch",
-    "ids_padded": "makes the ids of key 'words' itself at .*line [0-9]+: `",
-    "ids_hashed": "by aten.remainder.Scalar at .*line [0-9]+: `return self.scores",
-    "ids_of_pairs": "cannot be followed for any number of samples at .*line [0-9]+: `pairs = ",
-    "numbers_of_other_lengths": "uses 'session.measured', which no collection looks up",
-    "across_samples": r"expected an answer with a row for each sample, got 'scores' \[B, B\]",
-}
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
 SQUEEZED = ("squeezed_answer", "values_and_lengths")
 # Outputs that the module answers with the samples in dimension 1: what is served has them first.
 MOVED = {("rows_side_by_side", "scores_0")}
-SERVED = one_in(4, [name for name in forms() if name not in REFUSED])
 
 
-@pytest.mark.parametrize("name", forms())
-def test_a_form_runs_by_itself(name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_model_answers_by_itself(name: str) -> None:
     module = module_of(name)
     for samples in range(1, 9):
         answer = call(module, example_of(name, samples))
@@ -74,8 +62,8 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(answer, field.name))
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_a_form_is_served_as_it_answers_by_itself(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", one_in(4, SERVED))
+def test_model_is_served_as_it_answers(tmp_path: Path, name: str) -> None:
     """Alone, and merged with others, from examples that its own is not."""
     module = module_of(name)
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
@@ -84,7 +72,7 @@ def test_a_form_is_served_as_it_answers_by_itself(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_form_that_is_not_served_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
     module = module_of(name)
     with pytest.raises(ModelError, match=f"^{type(module).__name__}: .*{REFUSED[name]}") as refused:
         export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
@@ -92,7 +80,7 @@ def test_a_form_that_is_not_served_is_refused_by_name(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", ["batch_by_group", "ids_of_matrix", "bert4rec", "beside_pooled"])
-def test_a_form_is_served_by_its_rows_as_they_are_stored(tmp_path: Path, name: str) -> None:
+def test_int8_model_is_served_by_its_stored_rows(tmp_path: Path, name: str) -> None:
     """INT8 tables: the module has the rows of the bundle."""
     module = module_of(name)
     config = replace(EXACT, dtype={"*": WeightDtype.INT8})
@@ -103,7 +91,7 @@ def test_a_form_is_served_by_its_rows_as_they_are_stored(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["bits_of_numbers", "history_of_dense_part"])
-def test_tables_of_float16_answer_float32(tmp_path: Path, name: str) -> None:
+def test_float16_tables_answer_float32(tmp_path: Path, name: str) -> None:
     """As TorchRec's collections do, whatever their tables have. Sums are made in float32, too."""
     module = module_of(name)
     for part in [each for each in module.modules() if isinstance(each, EmbeddingBagCollection | EmbeddingCollection)]:
@@ -114,7 +102,7 @@ def test_tables_of_float16_answer_float32(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["relation_ids", "expert_by_task", "not_finite", "history_of_dense_part"])
-def test_a_model_on_a_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> None:
+def test_model_on_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> None:
     module, example = to_gpu(module_of(name)), example_of(name, 6)
     on_gpu = tuple(map(sent, example))
     with pytest.raises(RuntimeError, match="same device"):
@@ -207,7 +195,7 @@ def of_matrix(tensors: dict[str, Numbers]) -> dict[str, Any]:
     return dict(zip(ORDER, tensors["ids"].T.tolist(), strict=True))
 
 
-# Forms whose ids are tensors: the bags in them.
+# Models whose ids are tensors: the bags in them.
 TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     **dict.fromkeys(("ids_of_matrix", "ids_of_lists", "ids_of_made_offsets"), of_matrix),
     "ids_of_columns": lambda tensors: dict(

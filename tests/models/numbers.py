@@ -1,11 +1,11 @@
-"""Forms of dense inputs that are no float32 [B, width]: integers, booleans, one number, matrices."""
+"""Models of dense inputs that are no float32 [B, width]: integers, booleans, one number, matrices."""
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, Form, numbers, of, pooled_ids, positional
+from tests.models.inputs import DIM, POOLED, NamedModel, numbers, of, pooled_ids, positional
 from tests.support.models import collection
 
 ALL = 3 * DIM
@@ -164,19 +164,21 @@ def discrete(random: np.random.Generator, samples: int) -> Tensor:
     return of(random, 15, samples, 3).int()
 
 
-NUMBERS: dict[str, Form] = {
-    "relation_ids": (Relation, positional(pooled_ids, lambda random, n: of(random, 7, n))),
-    "relation_ids_of_parameter": (RelationOfParameter, positional(pooled_ids, lambda random, n: of(random, 7, n))),
-    "history_of_dense_part": (History, positional(pooled_ids, lambda random, n: of(random, 20, n, 6))),
-    "integer_columns": (Position, positional(pooled_ids, discrete)),
-    "bool_mask": (
+NUMBERS: dict[str, NamedModel] = {
+    "relation_ids": NamedModel(Relation, positional(pooled_ids, lambda random, n: of(random, 7, n))),
+    "relation_ids_of_parameter": NamedModel(
+        RelationOfParameter, positional(pooled_ids, lambda random, n: of(random, 7, n))
+    ),
+    "history_of_dense_part": NamedModel(History, positional(pooled_ids, lambda random, n: of(random, 20, n, 6))),
+    "integer_columns": NamedModel(Position, positional(pooled_ids, discrete)),
+    "bool_mask": NamedModel(
         Mask,
         positional(
             pooled_ids, lambda random, n: numbers(random, n, 4, DIM), lambda random, n: of(random, 2, n, 4).bool()
         ),
     ),
-    "one_hot": (OneHot, positional(pooled_ids, lambda random, n: of(random, 24, n))),
-    "narrow_integers": (
+    "one_hot": NamedModel(OneHot, positional(pooled_ids, lambda random, n: of(random, 24, n))),
+    "narrow_integers": NamedModel(
         Narrow,
         positional(
             pooled_ids,
@@ -185,8 +187,8 @@ NUMBERS: dict[str, Form] = {
             lambda random, n: of(random, 256, n, 1).to(torch.uint8),
         ),
     ),
-    "expert_by_task": (Expert, positional(pooled_ids, lambda random, n: of(random, 3, n))),
-    "one_number": (OneNumber, positional(pooled_ids, lambda random, n: numbers(random, n).abs())),
-    "scalar": (Scalar, positional(pooled_ids, lambda *_: torch.tensor(2, dtype=torch.int32))),
-    "not_finite": (Normalized, positional(pooled_ids, lambda random, n: numbers(random, n, DIM))),
+    "expert_by_task": NamedModel(Expert, positional(pooled_ids, lambda random, n: of(random, 3, n))),
+    "one_number": NamedModel(OneNumber, positional(pooled_ids, lambda random, n: numbers(random, n).abs())),
+    "scalar": NamedModel(Scalar, positional(pooled_ids, lambda *_: torch.tensor(2, dtype=torch.int32))),
+    "not_finite": NamedModel(Normalized, positional(pooled_ids, lambda random, n: numbers(random, n, DIM))),
 }

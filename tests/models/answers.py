@@ -1,4 +1,4 @@
-"""Forms of the answer: nested, empty in part, without a row for each sample, of other dtypes."""
+"""Models of the answer: nested, empty in part, without a row for each sample, of other dtypes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.forms_inputs import Form, pooled_ids, positional
-from tests.support.forms_of_numbers import Pooled
+from tests.models.inputs import NamedModel, pooled_ids, positional
+from tests.models.numbers import Pooled
 
 
 class Nested(Pooled):
@@ -91,8 +91,8 @@ class Matrices(Pooled):
         return {"interests": nn.functional.normalize(interests, p=2.0, dim=-1)}
 
 
-ANSWERS: dict[str, Form] = {
-    name: (module, positional(pooled_ids))
+ANSWERS: dict[str, NamedModel] = {
+    name: NamedModel(module, positional(pooled_ids))
     for name, module in {
         "nested_answer": Nested,
         "squeezed_answer": Squeezed,

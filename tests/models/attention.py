@@ -1,11 +1,11 @@
-"""Forms of attention over a user's history: DIN, MIND, SASRec, BERT4Rec, each small and our own."""
+"""Models of attention over a user's history: DIN, MIND, SASRec, BERT4Rec, each small and our own."""
 
 import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, ROWS, Form, ids, of, positional
-from tests.support.forms_of_sequences import LONGEST, Rows, not_empty, seen
+from tests.models.inputs import DIM, POOLED, ROWS, NamedModel, ids, of, positional
+from tests.models.sequences import LONGEST, Rows, not_empty, seen
 from tests.support.models import collection
 from tests.support.sequences import sequences
 
@@ -194,16 +194,16 @@ class Scaled(Rows):
         return answer
 
 
-ATTENTION: dict[str, Form] = {
-    "din": (OfTarget, positional(seen)),
-    "din_with_pooled_target": (
+ATTENTION: dict[str, NamedModel] = {
+    "din": NamedModel(OfTarget, positional(seen)),
+    "din_with_pooled_target": NamedModel(
         OfPooledTarget,
         positional(lambda random, n: ids(random, n, "item_id", "seen", "target", "visited", most=LONGEST)),
     ),
-    "mind": (Interests, positional(seen)),
-    "heads_in_batch": (HeadsInBatch, positional(lambda random, n: of(random, ROWS[1].rows, n, LONGEST))),
-    "sasrec": (Causal, positional(not_empty)),
-    "bert4rec": (Bidirectional, positional(not_empty)),
-    "transformer_encoder": (Encoder, positional(not_empty)),
-    "scaled_attention": (Scaled, positional(not_empty)),
+    "mind": NamedModel(Interests, positional(seen)),
+    "heads_in_batch": NamedModel(HeadsInBatch, positional(lambda random, n: of(random, ROWS[1].rows, n, LONGEST))),
+    "sasrec": NamedModel(Causal, positional(not_empty)),
+    "bert4rec": NamedModel(Bidirectional, positional(not_empty)),
+    "transformer_encoder": NamedModel(Encoder, positional(not_empty)),
+    "scaled_attention": NamedModel(Scaled, positional(not_empty)),
 }
