@@ -244,7 +244,7 @@ def prune(
         removed = "would be removed" if dry_run else "removed"
         if fate.deltas:
             removed += f", and {fate.deltas:,} {'delta' if fate.deltas == 1 else 'deltas'} that no version needs"
-        out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)
+        out.print(f"{model / str(fate.version)}: {fate.kept_because or removed}", soft_wrap=True)
     if squashed:
         count = prune_squashed_deltas(model, dry_run=dry_run, deltas=deltas)
         removed = "would be removed" if dry_run else "removed"

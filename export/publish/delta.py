@@ -1,4 +1,4 @@
-"""Publish a delta: changed rows of a model that is served, see `serving.bundle.delta`; or several deltas as one."""
+"""Publish a delta: changed rows of a served model, see `serving.bundle.delta`. Squash several deltas to one."""
 
 import math
 from collections import Counter
@@ -26,9 +26,9 @@ from serving.errors import ConfigurationError
 
 # Row numbers, integers [n], and float rows [n, dim].
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
-# Rows that are quantized at once.
+# Number of rows that are quantized together.
 _BLOCK_ROWS = 1 << 16
-# Rows of deltas that are held before those that a later one has, too, are dropped.
+# Number of a table's rows that are read from deltas before replaced ones are dropped.
 _LEAST_ROWS = 1 << 20
 
 
@@ -44,31 +44,30 @@ def publish_delta(
 ) -> PublishedDelta:
     """Quantize changed rows and publish them. Servers of the model with `weights-memory: live` apply them.
 
-    It is there as a whole or not at all. Of several writers each gets a number of its own; the rows of the last one
-    win. After an error nothing is published, unless it is that a store's answer was lost.
+    A delta is published atomically. Several writers get different numbers, and the rows of the highest one win. After
+    an error nothing is published, except when the answer of a store was lost.
 
     Args:
         repository: the model repository.
         model: the model's name.
-        changed: by table the numbers of the rows, integers [n], each once; and the rows as trained, float32 or
-            float16 [n, dim].
-        version: the version whose lineage it is; the newest where None.
-        max_error: largest allowed |float − stored| of an element, by table. A table without one is still checked: no
-            element may move further than rounding explains.
-        deltas: the folder of all deltas, or its URL in a store, such as s3://bucket/models.deltas; REPOSITORY.deltas
-            where None.
-        signing_key: a PEM file with an Ed25519 private key. None: it is not signed.
+        changed: by table, the distinct row numbers, integers [n]; and the trained rows, float32 or float16 [n, dim].
+        version: the version whose lineage gets the delta. None: the newest.
+        max_error: largest allowed |float − stored| of an element, by table. Without a limit, no element may move
+            further than rounding explains.
+        deltas: the folder of all deltas, or its URL in a store, such as s3://bucket/models.deltas. None:
+            REPOSITORY.deltas.
+        signing_key: a PEM file with an Ed25519 private key. None: the delta is not signed.
 
     Returns:
         What was published.
 
     Raises:
         BundleError: the version cannot be opened.
-        ConfigurationError: a table or a row number is not the model's, or the signing key cannot be read.
+        ConfigurationError: the model has no such table or row, or the signing key cannot be read.
         QuantizeError: a row does not fit its dtype.
         ParityError: a row would move further than its limit, or than rounding explains, or is lost in FP16.
-        PublishError: a table takes no deltas, it is a host's model, or the folder cannot be written to.
-        ServerUnavailable: the store cannot be reached, or lets nobody write.
+        PublishError: a table takes no deltas, the model is a host's, or the folder cannot be written to.
+        ServerUnavailable: the store cannot be reached, or refuses writes.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
@@ -79,10 +78,10 @@ def publish_delta(
 
 
 def read_changed(path: Path) -> dict[str, Changed]:
-    """Changed rows from a file of safetensors: `TABLE/ids`, integers [n], and `TABLE/rows`, floats [n, dim], each.
+    """Changed rows from a safetensors file, by table: `TABLE/ids`, integers [n], and `TABLE/rows`, floats [n, dim].
 
     Raises:
-        ConfigurationError: it cannot be read, or has other tensors.
+        ConfigurationError: the file cannot be read, or has other tensors.
     """
     try:
         tensors = load_file(path)
@@ -95,51 +94,52 @@ def read_changed(path: Path) -> dict[str, Changed]:
 
 
 def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Iterator[Delta]:
-    """The deltas of a lineage behind those that are in its version, in order.
+    """The deltas of a lineage that are newer than the rows of its version, in order.
 
     Args:
-        lineage: a version, and the deltas since.
-        until: the last one; the newest where None.
-        trusted: one of these keys must have signed each. None: no signature is needed.
+        lineage: a version and its deltas.
+        until: the number of the last delta. None: the newest.
+        trusted: one of these keys must have signed every delta. None: no signature is needed.
 
     Raises:
-        BundleError: one cannot be read, or none of the keys signed it.
-        PublishError: one is missing.
+        BundleError: a delta cannot be read, or none of the keys signed it.
+        PublishError: a delta is missing.
     """
     folder = lineage.folder
     last = folder.newest if until is None else until
-    if (store := folder.store) is not None:  # which may have more than what servers of this machine needed
+    if (store := folder.store) is not None:  # it may have more deltas than servers of this machine needed
         store.bring(folder.model, folder.lineage, folder.since, each=True)
     steps = steps_in(folder.path) if store is None else store.steps(folder.model, folder.lineage)
-    at = folder.since
-    if (whole := reached([step for step in steps if step.sequence <= last], at)) < last:
-        others = "".join(f", or {step.sequence}" for step in steps if step.since <= whole < last < step.sequence)
+    applied = folder.since
+    if (complete := reached([step for step in steps if step.sequence <= last], applied)) < last:
+        alternatives = [step.sequence for step in steps if step.since <= complete < last < step.sequence]
+        until_which = ", or ".join(map(str, (complete, *alternatives)))
         raise PublishError(
-            f"{delta_path(folder.path, whole + 1)}: is missing: bring it back. Without it, rows are known as they "
-            f"are after delta {whole}{others}"
+            f"{delta_path(folder.path, complete + 1)}: is missing: restore it. Without it, rows are known as they "
+            f"are after delta {until_which}"
         )
     squashed = [step for step in steps if step.is_squashed]
-    while at < last:
-        step = next_step(squashed, at, last)
+    while applied < last:
+        step = next_step(squashed, applied, last)
         yield open_delta(folder.path, step, lineage.bundle.manifest, trusted)
-        at = step.sequence
+        applied = step.sequence
 
 
 def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Delta | None:
-    """What `deltas_of` a lineage come to: each row as it is in the last that has it. None: there is no delta.
+    """All deltas of a lineage as one, with the newest state of each row. None: there is no delta.
 
-    No more than about twice as many rows are in memory.
+    About twice as many rows are in memory.
     """
     changed: dict[str, list[ChangedRows]] = {}
-    more: Counter[str] = Counter()  # rows behind the first part of a table
+    more: Counter[str] = Counter()  # number of rows after the first part of each table
     delta = None
     for delta in deltas_of(lineage, until, trusted):
         for name, rows in delta.tables.items():
             changed.setdefault(name, []).append(rows)
             more[name] += len(rows.ids)
             if more[name] > max(_LEAST_ROWS, len(changed[name][0].ids)):
-                changed[name], more[name] = [_last_of_each(changed[name])], 0
-    return delta and delta._replace(tables={name: _last_of_each(each) for name, each in changed.items()})
+                changed[name], more[name] = [_newest(changed[name])], 0
+    return delta and delta._replace(tables={name: _newest(parts) for name, parts in changed.items()})
 
 
 def squash(
@@ -152,23 +152,25 @@ def squash(
     signing_key: Path | None = None,
     trusted_keys: Path | None = None,
 ) -> PublishedDelta:
-    """Publish the deltas of a version as one, with each row as it is in the last that has it.
+    """Publish all deltas of a version as one, with the newest state of each row.
 
-    A server that starts applies it in their place. They stay, for rows to be rolled back, until they are pruned.
+    A server that starts applies the squashed delta instead of them. They stay, so that rows can be rolled back, until
+    they are pruned.
 
     Args:
-        until: the last delta that is squashed; the newest where None.
-        trusted_keys: as `compact` takes it.
+        until: the last delta to squash. None: the newest.
+        trusted_keys: as `compact`.
         repository, model, version, deltas, signing_key: as `publish_delta`.
 
     Returns:
-        What was published, or is there already. Of a model on hosts, `rows` are those of all files.
+        The squashed delta, which may have existed before. For a model on hosts, `rows` counts the rows of all files.
 
     Raises:
-        BundleError: the version, or a delta, cannot be read, or is not signed.
-        ConfigurationError: there is no such delta, a key cannot be read, or there is none and deltas are signed.
-        PublishError: there are no two deltas, one is missing, or the folder cannot be written to.
-        ServerUnavailable: the store cannot be reached, or lets nobody write.
+        BundleError: the version or a delta cannot be read, or is not signed.
+        ConfigurationError: `until` is not the number of a delta, a key cannot be read, or the deltas are signed and
+            there is no signing key.
+        PublishError: there are fewer than two deltas, one is missing, or the folder cannot be written to.
+        ServerUnavailable: the store cannot be reached, or refuses writes.
     """
     key, trusted = keys_of(signing_key, trusted_keys)
     lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
@@ -176,7 +178,7 @@ def squash(
     step = Step(newest if until is None else until, since)
     if newest < since + 2:
         raise PublishError(
-            f"{lineage.folder.path}: expected two deltas or more behind {since}, found {newest - since}"
+            f"{lineage.folder.path}: expected two deltas or more after {since}, found {newest - since}"
         )
     if not since + 2 <= step.sequence <= newest:
         raise ConfigurationError(
@@ -187,26 +189,26 @@ def squash(
             f"{lineage.folder.path}: expected a signing key, since deltas there are signed: servers that trust keys "
             "would stop at one that is not"
         )
-    rows = 0
+    count = 0
     for part in (lineage, *(lineage.of_host(host, trusted) for host in lineage.bundle.manifest.hosts)):
         squashed = squashed_deltas(part, step.sequence, trusted)
         assert squashed is not None  # noqa: S101  there are two
         with part.writing():
             part.folder.write_squashed(step, squashed, key)
-        rows += sum(len(each.ids) for each in squashed.tables.values())
+        count += sum(len(rows.ids) for rows in squashed.tables.values())
     path = delta_path(lineage.folder.path, *step)
-    return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), rows)
+    return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), count)
 
 
 def _stored(
     manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]
 ) -> tuple[dict[str, ChangedRows], tuple[str, ...]]:
-    """The rows as they are stored, and what to note of them."""
+    """Quantize changed rows. Returns them by table, and notes about them."""
     tables = {table.name: table for table in manifest.tables}
     if unknown := (changed.keys() | max_error.keys()) - tables.keys():
         raise ConfigurationError(f"table {min(unknown)!r}: expected one of the model's, {', '.join(tables)}")
     check_limits(max_error)
-    found: dict[str, ChangedRows] = {}
+    stored: dict[str, ChangedRows] = {}
     notes: list[str] = []
     for name, (ids, rows) in changed.items():
         check_takes(tables[name])
@@ -215,16 +217,16 @@ def _stored(
             quantizer = Quantizer(manifest, tables[name], max_error.get(name))
             blocks = (slice(start, start + _BLOCK_ROWS) for start in range(0, len(numbers), _BLOCK_ROWS))
             parts = [quantizer.quantized(numbers[block], floats[block]) for block in blocks]
-            found[name] = ChangedRows(numbers, np.concatenate(parts))
+            stored[name] = ChangedRows(numbers, np.concatenate(parts))
             notes += quantizer.notes()
-    return found, tuple(notes)
+    return stored, tuple(notes)
 
 
 def check_limits(max_error: Mapping[str, float]) -> None:
-    """Refuse limits that no error can keep.
+    """Refuse limits that are not finite and positive.
 
     Raises:
-        ConfigurationError: naming the table.
+        ConfigurationError: with the name of the table.
     """
     for table, limit in max_error.items():
         if not 0 < limit < math.inf:
@@ -242,7 +244,7 @@ def check_takes(table: Table) -> None:
 def _checked(
     table: Table, ids: npt.ArrayLike | torch.Tensor, rows: npt.ArrayLike | torch.Tensor
 ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-    """Row numbers in order, and their rows.
+    """Sorted row numbers, int64 [n], and their rows, [n, dim].
 
     Raises:
         ConfigurationError: they do not fit the table.
@@ -269,17 +271,17 @@ def _checked(
 
 
 class Quantizer:
-    """Stores rows of a table as its version does.
+    """Quantizes rows of a table as its version has them.
 
     Args:
-        manifest: of the version.
+        manifest: the version's manifest.
         table: the table.
-        limit: largest |float − stored|; None: what rounding explains.
+        limit: largest allowed |float − stored|. None: what rounding explains.
     """
 
     def __init__(self, manifest: Manifest, table: Table, limit: float | None) -> None:
         self._table, self._limit = table, limit
-        parity = {each.table: each.quantized.largest for each in manifest.parity}
+        parity = {table.table: table.quantized.largest for table in manifest.parity}
         self._usual = parity.get(table.name, 0.0)
         self._coarse = CoarseRows()
 
@@ -294,7 +296,7 @@ class Quantizer:
         try:
             stored: Bytes = quantize(table.name, 0, rows, table.dtype).numpy()
         except QuantizeError:
-            for position, number in enumerate(ids.tolist()):  # which row it is
+            for position, number in enumerate(ids.tolist()):  # to name the row
                 quantize(table.name, number, rows[position : position + 1], table.dtype)
             raise
         error = TableError(table.dtype)
@@ -320,13 +322,13 @@ class Quantizer:
         return stored
 
     def notes(self) -> Iterator[str]:
-        """What to note of all rows so far, a line each."""
+        """Notes about all rows so far, a line each."""
         if (note := self._coarse.note(self._table.dtype)) is not None:
             yield f"table {self._table.name!r}: {note}"
 
 
-def _last_of_each(changed: Sequence[ChangedRows]) -> ChangedRows:
-    """Each row once, as it is in the last of some deltas that has it."""
-    ids, rows = ChangedRows.joined(changed)
-    each_once, first = np.unique(ids[::-1], return_index=True)
-    return ChangedRows(each_once, rows[::-1][first])
+def _newest(parts: Sequence[ChangedRows]) -> ChangedRows:
+    """The newest state of each row. `parts` are in the order of their deltas."""
+    ids, rows = ChangedRows.concatenated(parts)
+    unique_ids, last = np.unique(ids[::-1], return_index=True)
+    return ChangedRows(unique_ids, rows[::-1][last])

@@ -1,7 +1,7 @@
-"""Write a version beside the repository, then rename it into place. It is there completely or not at all.
+"""Write a version beside the repository, then rename it into place, so that it is published atomically.
 
-Triton takes every folder of a repository for a model, hidden ones too. So a draft lies beside the repository, on the
-same file system. A draft is locked while its export lives. The next export removes drafts of killed exports.
+Triton takes every folder of a repository for a model, even a hidden one. So a draft is written beside the repository,
+on the same file system. It is locked while its export runs. The next export removes the drafts of killed exports.
 """
 
 import errno
@@ -34,10 +34,10 @@ class Draft:
     Attributes:
         repository: the model repository.
         name: the model's name.
-        version: the version's number; None takes the next free one.
-        manifest: what the version will hold; its parity and files do not matter.
-        settings: how the model is to be served; None takes its settings, or the defaults for a new model.
-        signing_key: signs the version, and the settings of a new model; None signs nothing.
+        version: the version's number. None: the next free one.
+        manifest: the version's manifest. Its parity and files are not used.
+        settings: how to serve the model. None: the model's settings, or the defaults for a new model.
+        signing_key: signs the version and the settings of a new model. None: nothing is signed.
         root: the temporary folder.
     """
 
@@ -56,7 +56,7 @@ class Draft:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """Push the files written so far to the disk, while the caller does something else."""
+        """Sync the files written so far to the disk while the block runs."""
         with ThreadPoolExecutor(1) as pool:
             synced = pool.submit(sync_tree, self.path)
             yield
@@ -88,7 +88,7 @@ class Draft:
                 raise PublishError(_exists(bundle))
 
     def _publish_model(self, model: Path) -> Path | None:
-        """Rename a new model, with this version in it, into place; None where the model appeared meanwhile."""
+        """Rename a new model with this version into place. Returns None if the model appeared meanwhile."""
         draft = self.root / "model"
         version = self.version or 1
         draft.mkdir()
@@ -108,7 +108,7 @@ class Draft:
         return model / str(version)
 
     def _sign(self, path: Path, version: int) -> None:
-        """Sign the draft as `version`. A signature names its version, whose number is known only now."""
+        """Sign the draft as `version`, which its signature names. The number is known only when it is published."""
         if self.signing_key is not None:
             sign(path / MANIFEST, (path / MANIFEST).read_bytes(), self.signing_key, self.name, version)
             sync_folder(path)
@@ -123,7 +123,7 @@ def draft(
     settings: ServingSettings | None,
     signing_key: Ed25519PrivateKey | None = None,
 ) -> Iterator[Draft]:
-    """Make a folder for the files of a new version. It is removed afterwards, unless it was published.
+    """Make a folder for the files of a new version. It is removed when the block ends, unless it was published.
 
     The repository is made if it is missing. Arguments are the attributes of Draft.
 
@@ -164,7 +164,7 @@ def draft(
 
 
 def _check_target(repository: Path, name: str, version: int | None) -> None:
-    """Refuse a name or version that cannot be published, or is there already."""
+    """Refuse a name or version that cannot be published, or already exists."""
     if not is_model_name(name):
         raise ConfigurationError(
             f"name: expected at most 128 letters, digits, '_', '-' and '.', not '-' or '.' first, got {name!r}"
@@ -180,34 +180,34 @@ def _exists(bundle: Path) -> str:
 
 
 def next_version(model: Path) -> int:
-    """The number of a model's next version: one more than its newest, or 1.
+    """The number of a model's next version: one more than the newest, or 1.
 
     Args:
-        model: its folder, <repository>/<name>.
+        model: the model's folder, <repository>/<name>.
     """
     return max(versions(model), default=0) + 1
 
 
 def _rename(source: Path, target: Path) -> bool:
-    """Rename a folder; False where the target is taken."""
+    """Rename a folder. Returns False if the target exists."""
     try:
         source.rename(target)
     except (FileExistsError, NotADirectoryError):
         return False
     except OSError as error:
-        if target.exists():  # ENOTEMPTY has no exception of its own
+        if target.exists():  # ENOTEMPTY has no subclass of OSError
             return False
         raise PublishError(f"{target}: cannot be published: {error.strerror}") from error
     return True
 
 
 def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings | None) -> None:
-    """Refuse a new version with another schema or other settings than the versions already there.
+    """Refuse a new version whose schema or settings differ from those of the published versions.
 
     Args:
         model: the published model's folder.
-        manifest: the new version's.
-        settings: how the new version is to be served; None takes the model's settings.
+        manifest: the new version's manifest.
+        settings: how to serve the new version. None: the model's settings.
 
     Raises:
         PublishError: features, dims, weights, dtypes of ids or output, or settings differ.
@@ -227,8 +227,8 @@ def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings 
             "clients would break; publish under another name"
         )
     if settings is not None and settings != served:
-        wanted, has = asdict(settings), asdict(served)
-        differ = ", ".join(f"{name} {has[name]}, not {wanted[name]}" for name in has if has[name] != wanted[name])
+        new, old = asdict(settings), asdict(served)
+        differ = ", ".join(f"{name} {old[name]}, not {new[name]}" for name in old if old[name] != new[name])
         raise PublishError(
             f"{model / CONFIG}: expected the settings that the model is served with: {differ}: "
             f"publish without settings, then `tbe-serve configure {model}`"

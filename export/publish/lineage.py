@@ -1,4 +1,4 @@
-"""The lineage of a version, and how a delta gets into its folder: under a number that nobody else has."""
+"""The lineage of a version, and the writing of deltas to its folder, each under a number of its own."""
 
 import fcntl
 import hashlib
@@ -45,8 +45,8 @@ class PublishedDelta(NamedTuple):
         path: its file.
         sequence: its number in its lineage.
         version: the version whose lineage it is.
-        rows: how many it has, in all.
-        notes: what to know about its rows, a line each.
+        rows: the number of its rows, of all tables.
+        notes: properties of its rows that a reader should know, a line each.
     """
 
     path: Path
@@ -60,8 +60,9 @@ class LineageFolder(NamedTuple):
     """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>.
 
     Attributes:
-        since: deltas up to this number need not be there.
-        store: has the deltas, of which the folder has those that are needed here. None: there is the folder alone.
+        since: the number of the last delta in the version's own rows, so that the folder needs none up to it.
+        store: the store of the deltas, of which the folder has those that this machine needed. None: the folder has
+            all of them.
     """
 
     deltas: Path
@@ -72,15 +73,15 @@ class LineageFolder(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The folder itself."""
         return self.deltas / self.model / self.lineage
 
     @property
     def newest(self) -> int:
-        """The number of its newest delta; `since` if there is none behind that.
+        """The number of its newest delta, or `since` if it has none after that.
 
         Raises:
-            PublishError: one is missing before it, which servers wait for; or no number is left.
+            PublishError: an earlier delta is missing, which servers wait for; or no number is left.
             ServerUnavailable: the store cannot be reached.
         """
         if self.store is not None:
@@ -90,14 +91,14 @@ class LineageFolder(NamedTuple):
         if steps and steps[-1].sequence > newest:
             raise PublishError(
                 f"{delta_path(self.path, newest + 1)}: is missing, and {steps[-1].sequence} is there: servers wait "
-                "for it: bring it back, or remove all behind it and publish what changed"
+                "for it: restore it, or remove all deltas after it and publish what changed"
             )
         if newest == MOST_DELTAS:
             raise PublishError(f"{self.path}: no number is left: export a new version")
         return newest
 
     def write(self, sequence: int, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> Path | None:
-        """Write a delta, as a whole or not at all.
+        """Write a delta, atomically.
 
         Args:
             sequence: its number.
@@ -109,25 +110,25 @@ class LineageFolder(NamedTuple):
 
         Raises:
             OSError: it cannot be written.
-            ServerUnavailable: the store cannot be reached, or lets nobody write.
+            ServerUnavailable: the store cannot be reached, or refuses writes.
         """
-        said = {"sequence": f"{sequence}", "written_at": f"{time.time():.6f}"}
-        return self._write(delta_path(self.path, sequence), said, stored, key)
+        metadata = {"sequence": f"{sequence}", "written_at": f"{time.time():.6f}"}
+        return self._write(delta_path(self.path, sequence), metadata, stored, key)
 
     def write_squashed(self, step: Step, squashed: Delta, key: Ed25519PrivateKey | None) -> Path | None:
-        """Write several deltas as one; otherwise as `write`. None: they are squashed already."""
-        said = {
+        """Write several deltas as one, as `write` does. Returns None if they were squashed before."""
+        metadata = {
             "sequence": f"{step.sequence}",
             "since": f"{step.since}",
             "written_at": f"{squashed.written_at:.6f}",
             "last_sha256": squashed.last_digest,
         }
-        return self._write(delta_path(self.path, *step), said, squashed.tables, key)
+        return self._write(delta_path(self.path, *step), metadata, squashed.tables, key)
 
     def _write(
-        self, path: Path, said: dict[str, str], stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None
+        self, path: Path, metadata: dict[str, str], stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None
     ) -> Path | None:
-        content = _content(stored, {"format": FORMAT, "lineage": self.lineage} | said)
+        content = _content(stored, {"format": FORMAT, "lineage": self.lineage} | metadata)
         signature = None if key is None else delta_signature(path, content)
         signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.lineage)
         if self.store is not None:
@@ -140,7 +141,7 @@ class LineageFolder(NamedTuple):
             with replacing(path, is_new=True) as file:
                 file.write(content)
         except FileExistsError:
-            if signature is not None and path.read_bytes() != content:  # else it signs what is there
+            if signature is not None and path.read_bytes() != content:  # otherwise it signs the existing file
                 signature.unlink()
             return None
         sync_folder(self.path)
@@ -148,10 +149,10 @@ class LineageFolder(NamedTuple):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """In the block, no other process of machines that share the folder is in such a block.
+        """Hold a lock that excludes all processes on machines that share the folder.
 
         Raises:
-            OSError: the folder is not there, or its file system has no locks.
+            OSError: the folder does not exist, or its file system has no locks.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -161,23 +162,24 @@ class LineageFolder(NamedTuple):
             os.close(descriptor)
 
 
-def _content(stored: Mapping[str, ChangedRows], said: Mapping[str, str]) -> bytes:
-    """The file of a delta, see `serving.bundle.delta`; `said` are its metadata but `sha256`."""
-    tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
-    tensors |= {name + ROWS: each.rows for name, each in stored.items()}
-    content = save(tensors, {**said, "sha256": NO_SHA256})
+def _content(stored: Mapping[str, ChangedRows], metadata: Mapping[str, str]) -> bytes:
+    """The file of a delta, see `serving.bundle.delta`. `metadata` lacks `sha256`, which is computed here."""
+    tensors: dict[str, npt.NDArray[np.generic]] = {table + IDS: rows.ids for table, rows in stored.items()}
+    tensors |= {table + ROWS: rows.rows for table, rows in stored.items()}
+    content = save(tensors, {**metadata, "sha256": NO_SHA256})
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(sha256_text(NO_SHA256), sha256_text(digest), 1)
 
 
 def own_rows(router: Manifest, stored: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """What the router's own rank has of some rows: whole rows of the tables that it has a shard of."""
-    own = {shard.table for shard in router.plan.shards if router.plan.ranks[shard.rank].weights_file is not None}
-    return {table: rows for table, rows in stored.items() if table in own}
+    """The changed rows of the tables that the router's own rank has a shard of, as whole rows."""
+    ranks = router.plan.ranks
+    tables = {shard.table for shard in router.plan.shards if ranks[shard.rank].weights_file is not None}
+    return {table: rows for table, rows in stored.items() if table in tables}
 
 
 def host_rows(router: Manifest, host: int, stored: Mapping[str, ChangedRows]) -> dict[str, ChangedRows]:
-    """What a host has of some rows, by the tables of its bundle: each is a shard of one of the router's.
+    """A host's part of changed rows, by the tables of its bundle. Each is a shard of a table of the router.
 
     Args:
         router: the router's manifest.
@@ -185,7 +187,7 @@ def host_rows(router: Manifest, host: int, stored: Mapping[str, ChangedRows]) ->
         stored: whole rows by the router's tables.
     """
     tables = {table.name: table for table in router.tables}
-    found = {}
+    by_table = {}
     for segment in segments_by_rank(router)[router.plan.rank_of_host[host]]:
         shard = segment.shard
         if (rows := stored.get(shard.table)) is None:
@@ -193,8 +195,8 @@ def host_rows(router: Manifest, host: int, stored: Mapping[str, ChangedRows]) ->
         low, high = np.searchsorted(rows.ids, shard.rows)
         if low < high:
             columns = tables[shard.table].shard_columns(rows.rows[low:high], shard)
-            found[segment.table] = ChangedRows(rows.ids[low:high] - shard.rows[0], columns)
-    return found
+            by_table[segment.table] = ChangedRows(rows.ids[low:high] - shard.rows[0], columns)
+    return by_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +204,10 @@ class Lineage:
     """The lineage of a version, to which deltas are published.
 
     Attributes:
-        bundle: of the version.
-        name: of the lineage.
+        bundle: the version's bundle.
+        name: the lineage's name.
         deltas: the folder of all deltas.
-        store: has them, see `LineageFolder`.
+        store: the store of the deltas, see `LineageFolder`.
     """
 
     bundle: Bundle
@@ -222,11 +224,11 @@ class Lineage:
         deltas: Path | str | None,
         trusted: TrustedKeys | None = None,
     ) -> "Lineage":
-        """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
+        """The lineage of a version, or of the newest if `version` is None. `deltas` is as for `publish_delta`.
 
         Raises:
             BundleError: the version cannot be opened, or none of the keys signed it.
-            PublishError: it is a host's: deltas of its router are its own, too.
+            PublishError: it is a host's version, whose deltas are published with its router's.
         """
         number = newest(repository / model) if version is None else version
         bundle = open_bundle(repository / model / str(number), trusted)
@@ -238,15 +240,15 @@ class Lineage:
         return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
 
     def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
-        """That of a host's bundle, which is in the same repository. Its deltas have the same numbers.
+        """The lineage of a host's bundle in the same repository. Its deltas have the same numbers.
 
         Raises:
-            BundleError: it is not there, is another one, or none of the keys signed it.
+            BundleError: the bundle is missing or a different one, or none of the keys signed it.
         """
         bundle, named = open_host(self.bundle, host, trusted), lineage_of_host(host)
-        if (own := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
+        if (lineage := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
             raise BundleError(
-                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {own}"
+                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {lineage}"
             )
         return Lineage(bundle, named, self.deltas, self.store)
 
@@ -257,22 +259,22 @@ class Lineage:
         return LineageFolder(self.deltas, model, self.name, since, self.store)
 
     def publish(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> PublishedDelta:
-        """Write stored rows as the next delta: of a router, one for each host, and then its own.
+        """Write stored rows as the next delta. For a router, write one delta for each host, and then its own.
 
         Raises:
             PublishError: a folder cannot be written to.
         """
         with self.writing():
             path = self._publish_parts(stored, key) if self.bundle.manifest.hosts else self._publish(stored, key)
-        rows = sum(len(each.ids) for each in stored.values())
-        return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), rows)
+        count = sum(len(rows.ids) for rows in stored.values())
+        return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), count)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """In the block, write to the folder, which is made if it is not there.
+        """Make the folder, and turn an OSError of the block into a PublishError.
 
         Raises:
-            PublishError: it cannot be written to.
+            PublishError: the folder cannot be written to.
         """
         try:
             self.folder.path.mkdir(parents=True, exist_ok=True)
@@ -292,14 +294,14 @@ class Lineage:
     def _publish_parts(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> Path:
         """Write a delta for each host and one for the router, under one number. Returns the path of the router's.
 
-        One that lacks a number before, because a writer was killed, gets an empty delta in its place.
+        A killed writer may have left some of them without an earlier number. They get an empty delta for it.
         """
         router = self.bundle.manifest
         parts = {
-            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence, self.store): host_rows(
-                router, each.host, stored
+            LineageFolder(self.deltas, host.model, lineage_of_host(host), router.sequence, self.store): host_rows(
+                router, host.host, stored
             )
-            for each in router.hosts
+            for host in router.hosts
         }
         parts[self.folder] = own_rows(router, stored)
         with self.folder.locked():

@@ -1,4 +1,4 @@
-"""Versions that are published: which one a path names, which are released, and which old ones are removed."""
+"""Published versions: find one by a path, release them, and remove old ones with their deltas."""
 
 import os
 from collections import defaultdict
@@ -47,11 +47,11 @@ def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
     """The bundle that `path` names.
 
     Args:
-        path: a bundle, <model>/<version>, or the folder of a model. The model's settings then say which version.
-        trusted: one of these keys must have signed the settings. None: anybody may have written them.
+        path: a bundle, <model>/<version>, or the folder of a model. For a model, its settings choose the version.
+        trusted: one of these keys must have signed the settings. None: signatures are not checked.
 
     Raises:
-        BundleError: `trusted` did not sign the settings, or there is no version.
+        BundleError: none of the keys signed the settings, or the model has no version.
         ConfigurationError: the settings cannot be read.
     """
     if not os.path.lexists(path / CONFIG):
@@ -62,16 +62,16 @@ def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
 def release(
     model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey | None = None, *, verify: bool = False
 ) -> Release:
-    """Write the release of a model. A reader sees the old one or the new one.
+    """Write the release of a model, atomically.
 
     Args:
         model: the model's folder, <repository>/<name>.
-        versions: what is to be served.
+        versions: the versions to serve.
         signing_key: signs the release. None: it is not signed.
-        verify: whether every file of these versions is read first, and compared with its digest.
+        verify: whether to compare every file of these versions with its digest first.
 
     Raises:
-        ConfigurationError: there is no such model, or a version is not published.
+        ConfigurationError: the model does not exist, or a version is not published.
         BundleError: a version is damaged.
         PublishError: the repository cannot be written to.
     """
@@ -80,7 +80,7 @@ def release(
     for version in versions if verify else ():
         verify_digests(open_bundle(model / str(version)))
     before = None
-    with suppress(BundleError):  # what cannot be read is replaced
+    with suppress(BundleError):  # an unreadable release is replaced
         before = read_release(model)
     new = next_release(versions, before)
     path, content = release_path(model), msgspec.json.encode(new)
@@ -96,44 +96,50 @@ def release(
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a version: `kept` is why it stays, or None if it was removed, with so many `deltas`."""
+    """The result of `prune` for a version.
+
+    Attributes:
+        version: its number.
+        kept_because: why it stays. None: it was removed.
+        deltas: the number of deltas that were removed with it.
+    """
 
     version: int
-    kept: str | None
+    kept_because: str | None
     deltas: int = 0
 
 
 def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str | None = None) -> Iterator[Fate]:
     """Remove old versions of a model.
 
-    These stay: the newest `keep`, those that a process has open, those that config.pbtxt or the model's release say
-    to serve, and those that a router's bundle in the same repository names. All stay while a bundle of the router
-    cannot be read.
+    A version stays if it is one of the newest `keep`, if a process has it open, if config.pbtxt or the model's
+    release chooses it, or if a router's bundle in the same repository names it. All versions stay while a bundle of
+    the router cannot be read.
 
     Args:
         model: `<repository>/<name>`.
-        keep: how many of the newest always stay, 1 or more.
-        dry_run: only tell what would be removed.
-        deltas: the folder of all deltas, or its URL in a store; REPOSITORY.deltas where None.
+        keep: how many of the newest versions always stay, 1 or more.
+        dry_run: whether to remove nothing.
+        deltas: the folder of all deltas, or its URL in a store. None: REPOSITORY.deltas.
 
     Yields:
-        The fate of each version, newest first. A version is renamed away at once; then its files are removed, and the
-        deltas of its lineage, unless another version needs them.
+        The fate of each version, newest first. A version is first renamed; then its files are removed, and the deltas
+        of its lineage, unless another version needs them.
 
     Raises:
         PublishError: a version cannot be removed.
-        ConfigurationError: `keep` is less than 1, or there is no such model.
+        ConfigurationError: `keep` is less than 1, or the model does not exist.
         BundleError: the model's release cannot be read.
-        ServerUnavailable: the store of the deltas cannot be reached, or lets nobody remove.
+        ServerUnavailable: the store of the deltas cannot be reached, or refuses removals.
     """
     if keep < 1:
         raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
-    model = Path(os.path.abspath(model))  # its name counts, whatever the path, such as ".."
+    model = Path(os.path.abspath(model))  # a path such as ".." does not end in the model's name
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
     all_deltas = _Deltas(model, deltas)
-    left = versions(model)
+    remaining = versions(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
         if position < keep:
@@ -151,23 +157,21 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
             if not (_is_unused(path) if dry_run else _remove(path)):
                 yield Fate(version, "in use")
                 continue
-            left.remove(version)
+            remaining.remove(version)
             unneeded = 0
             if removed is not None:
                 lineage = lineage_of(removed.digest, removed.manifest.compacted)
-                old = _unneeded_deltas(all_deltas, lineage, [model / str(each) for each in left])
-                unneeded = len(old)
+                unneeded_steps = _unneeded_deltas(all_deltas, lineage, [model / str(number) for number in remaining])
+                unneeded = len(unneeded_steps)
                 if not dry_run:
-                    all_deltas.remove(lineage, old)
+                    all_deltas.remove(lineage, unneeded_steps)
             yield Fate(version, None, unneeded)
 
 
 def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | None = None) -> int:
-    """Remove the deltas in whose place each version of a model can take squashed ones, which are read and checked.
+    """Remove the deltas that squashed ones replace for every version of a model. The squashed ones are checked first.
 
-    The last of these stays.
-
-    Rows can no longer be rolled back to what they were in between.
+    Rows can then no longer be rolled back to a state between two removed deltas.
 
     Args:
         model, dry_run, deltas: as for `prune`.
@@ -176,9 +180,9 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
         How many were removed, or would be.
 
     Raises:
-        BundleError: a version cannot be read, so nobody knows which deltas it needs; or squashed ones cannot, or
-            are damaged.
-        ServerUnavailable: the store of the deltas cannot be reached, or lets nobody remove.
+        BundleError: a version, whose deltas are then unknown, cannot be read; or a squashed delta cannot be read, or
+            is damaged.
+        ServerUnavailable: the store of the deltas cannot be reached, or refuses removals.
     """
     model = Path(os.path.abspath(model))
     all_deltas, needed = _Deltas(model, deltas), defaultdict(list)
@@ -189,36 +193,36 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
     for lineage, manifests in needed.items():
         steps = all_deltas.steps(lineage)
         if any(step.is_squashed for step in steps):
-            taken = [next_step(steps, manifest.sequence) for manifest in manifests]
-            old = [step for step in steps if step.sequence < min(taken).sequence]
-            if old:
-                folder = all_deltas.folder(lineage, min(taken).sequence - 1)
-                for step in {step for step in taken if step.is_squashed}:
+            next_steps = [next_step(steps, manifest.sequence) for manifest in manifests]
+            replaced = [step for step in steps if step.sequence < min(next_steps).sequence]
+            if replaced:
+                folder = all_deltas.folder(lineage, min(next_steps).sequence - 1)
+                for step in {step for step in next_steps if step.is_squashed}:
                     open_delta(folder, step, manifests[0])
-            removed += len(old)
+            removed += len(replaced)
             if not dry_run:
-                all_deltas.remove(lineage, old)
+                all_deltas.remove(lineage, replaced)
     return removed
 
 
 def read_deltas(bundle: Bundle, deltas: Path | str | None = None) -> tuple[int, list[str]]:
-    """Read the deltas behind those that are in a version.
+    """Read the deltas of a version that are newer than its rows.
 
     Args:
-        bundle: of the version.
+        bundle: the version's bundle.
         deltas: as for `prune`.
 
     Returns:
-        How many there are, squashed ones among them; and what is wrong: one is damaged, does not fit, or is missing.
+        How many there are, including squashed ones; and a line for each that is damaged, does not fit, or is missing.
 
     Raises:
         ServerUnavailable: the store of the deltas cannot be reached.
     """
     manifest = bundle.manifest
-    found = _Deltas(Path(os.path.abspath(bundle.path)).parent, deltas)
+    all_deltas = _Deltas(Path(os.path.abspath(bundle.path)).parent, deltas)
     lineage = lineage_of(bundle.digest, manifest.compacted)
-    steps = [step for step in found.steps(lineage) if step.sequence > manifest.sequence]
-    folder = found.folder(lineage, manifest.sequence)
+    steps = [step for step in all_deltas.steps(lineage) if step.sequence > manifest.sequence]
+    folder = all_deltas.folder(lineage, manifest.sequence)
     problems = []
     for step in steps:
         try:
@@ -243,14 +247,14 @@ class _Deltas:
         return steps_in(self._folder / self._model / lineage)
 
     def folder(self, lineage: str, after: int) -> Path:
-        """The folder that has those behind the number `after`. Those in a store are brought first."""
+        """The folder with the deltas after the number `after`, which are fetched if they are in a store."""
         if self._store is None:
             return self._folder / self._model / lineage
         self._store.bring(self._model, lineage, after, each=True)
         return self._store.folder / self._model / lineage
 
     def remove(self, lineage: str, steps: Sequence[Step]) -> None:
-        """Remove deltas and their signatures; their folder, too, if nothing else is there."""
+        """Remove deltas and their signatures, and their folder if it is empty then."""
         if self._store is not None:
             self._store.remove(self._model, lineage, steps)
             return
@@ -265,8 +269,8 @@ def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
     """The versions of a host's model that routers need.
 
     Returns:
-        By their numbers which router's bundle names them; and a bundle of this host's router that cannot be read,
-        such as one of a newer tbe-serving. None: there is none.
+        The router's bundle that names each of them, by their numbers; and a bundle of this host's router that cannot
+        be read, such as one of a newer tbe-serving, or None.
     """
     named: dict[int, str] = {}
     unread = None
@@ -298,18 +302,22 @@ def _remove(version: Path) -> bool:
 
 
 def _bundle(version: Path) -> Bundle | None:
-    """The bundle of a version. None: it cannot be read, such as one of a newer tbe-serving."""
+    """The bundle of a version, or None if it cannot be read, such as one of a newer tbe-serving."""
     with suppress(BundleError):
         return open_bundle(version)
     return None
 
 
-def _unneeded_deltas(deltas: _Deltas, lineage: str, left: Iterable[Path]) -> list[Step]:
-    """The deltas of a removed version's lineage that none of the versions needs that are left."""
-    others = [_bundle(each) for each in left]
-    known = [each for each in others if each is not None]
-    if len(known) < len(others):  # one that cannot be read may need them
+def _unneeded_deltas(deltas: _Deltas, lineage: str, remaining: Iterable[Path]) -> list[Step]:
+    """The deltas of a removed version's lineage that no remaining version needs."""
+    bundles = [_bundle(path) for path in remaining]
+    readable = [bundle for bundle in bundles if bundle is not None]
+    if len(readable) < len(bundles):  # the unreadable one may need them
         return []
-    since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
-    last = min(since, default=MOST_DELTAS)
+    in_rows = [
+        bundle.manifest.sequence
+        for bundle in readable
+        if lineage_of(bundle.digest, bundle.manifest.compacted) == lineage
+    ]
+    last = min(in_rows, default=MOST_DELTAS)
     return [step for step in deltas.steps(lineage) if step.sequence <= last]

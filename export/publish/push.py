@@ -1,8 +1,8 @@
-"""Publish in an object store: a version of a folder's repository, or all that an export makes.
+"""Publish in an object store: the versions of a local repository, or the result of an export.
 
-`manifest.sha256` comes first. It is created only where there is none, and says which manifest takes the number.
-So one of two publishers gets the number, and one that was interrupted goes on where it stopped. manifest.json comes
-last: with it, the version is there.
+`manifest.sha256` is written first, and only if it does not exist. It reserves the version's number for one manifest:
+of two publishers only one gets the number, and an interrupted push can be resumed. manifest.json is written last, and
+publishes the version.
 """
 
 import os
@@ -30,60 +30,61 @@ def push(
     store: Store,
     *,
     settings: bool = False,
-    but: Collection[Path] = (),
+    exclude: Collection[Path] = (),
     progress: Progress = lambda *_: None,
 ) -> Iterator[str]:
-    """Publish what a store lacks of a model and of its hosts' models: settings, versions, and releases last.
+    """Publish the settings, versions and releases of a model and of its hosts' models that a store lacks.
 
-    A router's own versions come after those of its hosts. A release goes to the store if it is newer.
+    Hosts are published before their router, and releases last. A release replaces an older one in the store.
 
     Args:
         model: its folder, <repository>/<name>.
-        store: the repository that gets it, under the same name and numbers.
-        settings: whether settings that the store has are replaced.
-        but: versions that are left out, by their path.
+        store: the repository to publish in, under the same name and numbers.
+        settings: whether settings in the store are replaced.
+        exclude: paths of versions that are not pushed.
         progress: called as files are written.
 
     Yields:
-        The URL of what was written, when it is there: of a version, of settings that were replaced, of a release.
+        The URL of each version, replaced settings file and release, after it was written.
 
     Raises:
         ConfigurationError: there is no such model.
         BundleError: a version cannot be read, or is damaged.
         PublishError: a number is taken by another bundle; or the store's versions have another schema.
-        ServerUnavailable: the store cannot be reached, or lets nobody write.
+        ServerUnavailable: the store cannot be reached, or refuses writes.
     """
     model = Path(os.path.abspath(model))
     read_config(model)
-    hosts = sorted(each for each in model.parent.iterdir() if is_host_model(each.name, model.name))
-    for each in (*hosts, model):
-        bundles = [open_bundle(path) for number in versions(each) if (path := each / str(number)) not in but]
-        if is_there := store.read(f"{each.name}/{CONFIG}") is not None:
-            with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
-                store.pull_settings(each.name, Path(folder))
+    hosts = sorted(folder for folder in model.parent.iterdir() if is_host_model(folder.name, model.name))
+    for folder in (*hosts, model):
+        bundles = [open_bundle(path) for number in versions(folder) if (path := folder / str(number)) not in exclude]
+        if has_model := store.read(f"{folder.name}/{CONFIG}") is not None:
+            with tempfile.TemporaryDirectory(prefix="tbe-store-") as temporary:
+                store.pull_settings(folder.name, Path(temporary))
                 for bundle in bundles:
-                    check_compatible(Path(folder) / each.name, bundle.manifest, None)
-        own = [file for file in reversed(SETTINGS) if (each / file).exists()]  # signatures first: they are read last
-        for file in () if is_there else own:
-            store.create(f"{each.name}/{file}", read_file(each / file))
+                    check_compatible(Path(temporary) / folder.name, bundle.manifest, None)
+        # Readers read a signature after its file, so it is written first.
+        settings_files = [file for file in reversed(SETTINGS) if (folder / file).exists()]
+        for file in () if has_model else settings_files:
+            store.create(f"{folder.name}/{file}", read_file(folder / file))
         for bundle in bundles:
             if _push_version(bundle, store, progress):
-                yield f"{store.url}/{each.name}/{bundle.path.name}"
-        for file in own if settings else ():
-            if _update(store, f"{each.name}/{file}", each / file):
-                yield f"{store.url}/{each.name}/{file}"
-    for each in (*hosts, model):
-        ours, theirs = read_release(each), None
+                yield f"{store.url}/{folder.name}/{bundle.path.name}"
+        for file in settings_files if settings else ():
+            if _update(store, f"{folder.name}/{file}", folder / file):
+                yield f"{store.url}/{folder.name}/{file}"
+    for folder in (*hosts, model):
+        local, stored = read_release(folder), None
         with suppress(BundleError):  # what cannot be read is replaced
-            theirs = store.release(each.name)
-        if ours is not None and (theirs is None or ours.sequence > theirs.sequence):
-            for file in reversed(release_names(each.name)):
+            stored = store.release(folder.name)
+        if local is not None and (stored is None or local.sequence > stored.sequence):
+            for file in reversed(release_names(folder.name)):
                 _update(store, file, model.parent / file)
-            yield f"{store.url}/{release_names(each.name)[0]}"
+            yield f"{store.url}/{release_names(folder.name)[0]}"
 
 
 def _push_version(bundle: Bundle, store: Store, progress: Progress) -> bool:
-    """Publish a version. What was interrupted goes on where it stopped. Returns False if it was there."""
+    """Publish a version, or resume an interrupted push. Returns False if the version was published before."""
     name = f"{bundle.path.parent.name}/{bundle.path.name}"
     url, digest = f"{store.url}/{name}", bundle.digest.encode()
     if store.create(f"{name}/{TAKEN}", digest) != digest:
@@ -109,7 +110,7 @@ def check_stored(store: Store, version: Path) -> None:
 
     Args:
         store: its repository.
-        version: the folder that stands for it, see `staged`.
+        version: its folder in a staged repository, see `staged`.
 
     Raises:
         BundleError: it is damaged.
@@ -123,11 +124,11 @@ def check_stored(store: Store, version: Path) -> None:
 
 @contextmanager
 def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterator[Path]:
-    """A folder that stands for a store's repository while a model is exported or released in it.
+    """A local repository to export to or release in, whose changes are pushed to a store when the block ends.
 
-    It has the settings and releases of the model and of its hosts' models, and their versions without their files: so
-    an export finds the next number, and the schema to keep. What is new or changed when the block ends goes to the
-    store: bundles of hosts before their router's, and releases last.
+    It has the settings and releases of the model and of its hosts' models, and their versions without files: enough
+    for an export to find the next number and the schema to keep. Bundles of hosts are pushed before their router's,
+    and releases last.
 
     Args:
         url: the store's repository, such as s3://bucket/models.
@@ -135,14 +136,14 @@ def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterato
         progress: called as files are written.
 
     Raises:
-        ConfigurationError: it is no URL of a store.
+        ConfigurationError: `url` is not the URL of a store.
         BundleError, PublishError, ServerUnavailable: as `push`.
     """
     store = Store(url)
     with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
         repository = Path(folder) / "repository"
         repository.mkdir()
-        known = set()
+        existing = set()
         names = store.names()
         published = versions_in(names)
         for model, numbers in versions_in(names, TAKEN).items():
@@ -151,7 +152,7 @@ def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterato
             store.pull_settings(model, repository)
             store.pull_release(model, repository)
             for version in numbers:
-                known.add(path := repository / model / str(version))
+                existing.add(path := repository / model / str(version))
                 path.mkdir()
                 if version in published.get(model, ()):
                     (path / MANIFEST).touch()
@@ -159,22 +160,22 @@ def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterato
             yield repository
         except (ConfigurationError, BundleError, PublishError) as error:
             raise type(error)(str(error).replace(str(repository), store.url)) from error
-        for _ in push(repository / name, store, but=known, progress=progress):
+        for _ in push(repository / name, store, exclude=existing, progress=progress):
             pass
 
 
 @contextmanager
-def repository_at(place: str, name: str, progress: Progress = lambda *_: None) -> Iterator[Path]:
-    """The folder of a repository; of one in a store, what stands for it: see `staged`."""
-    if not is_url(place):
-        yield Path(place)
+def repository_at(repository_or_url: str, name: str, progress: Progress = lambda *_: None) -> Iterator[Path]:
+    """The folder of a repository. For a repository in a store, a staged one, see `staged`."""
+    if not is_url(repository_or_url):
+        yield Path(repository_or_url)
         return
-    with staged(place, name, progress) as repository:
+    with staged(repository_or_url, name, progress) as repository:
         yield repository
 
 
 def _update(store: Store, name: str, path: Path) -> bool:
-    """Write a small object, if the file is there and is not what the store has. Returns whether it was written."""
+    """Write a small object if its file exists and differs from the store's. Returns whether it was written."""
     if not path.exists() or (content := read_file(path)) == store.read(name):
         return False
     store.write(name, content)

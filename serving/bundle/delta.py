@@ -84,8 +84,8 @@ class ChangedRows(NamedTuple):
     rows: Bytes
 
     @classmethod
-    def joined(cls, parts: Sequence["ChangedRows"]) -> "ChangedRows":
-        """Rows of a table, one part behind the other."""
+    def concatenated(cls, parts: Sequence["ChangedRows"]) -> "ChangedRows":
+        """Concatenate rows of a table."""
         return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.rows for part in parts]))
 
 

@@ -149,7 +149,7 @@ def test_deltas_go_when_no_version_needs_them(elsewhere: bool, tmp_path: Path) -
     assert [fate.version for fate in prune(r / "m", 2, deltas=where)] == [2, 1]
     assert listed(folder) == [1, 2, 3, 4]  # version 1 needs them
     for dry_run in (True, False):
-        fates = [(fate.kept, fate.deltas) for fate in prune(r / "m", 1, dry_run=dry_run, deltas=where)]
+        fates = [(fate.kept_because, fate.deltas) for fate in prune(r / "m", 1, dry_run=dry_run, deltas=where)]
         assert fates == [("among the newest 1", 0), (None, 3)]
     assert [each.name for each in folder.iterdir()] == ["000000000004.safetensors"]
     assert weights_of(compact(r, "m", deltas=where)) == rows
@@ -267,7 +267,7 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=re.escape(str(delta))):
         compact(r, MODEL)
     delta.unlink()
-    with pytest.raises(PublishError, match=re.escape(f"{delta}: is missing: bring it back")):
+    with pytest.raises(PublishError, match=re.escape(f"{delta}: is missing: restore it")):
         compact(r, MODEL)
     delta.write_bytes(content)
     host = (r / name).rename(tmp_path / "elsewhere")
@@ -377,7 +377,7 @@ def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     model = collection(SUM)
     export_model(model, r, "m")
     changed_rows(model, np.random.default_rng(0), lambda _: 3)
-    with pytest.raises(ConfigurationError, match=r"expected the tables of .* of the same dtypes"):
+    with pytest.raises(ConfigurationError, match=r"expected the tables of .* with the same rows, columns, dtypes"):
         export_next(model, r, "m", ExportConfig(dtype={"a": WeightDtype.FP16}))
     assert sorted(path.name for path in (r / "m").iterdir()) == ["1", "config.pbtxt"]
     assert [path.name for path in tmp_path.iterdir()] == ["r"]

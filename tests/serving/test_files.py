@@ -68,7 +68,7 @@ def test_commands_on_a_model_end_with_a_word(bundle: Path, name: str, kind: Call
 def test_publishing_beside_it_and_pruning_end_with_a_word(bundle: Path, kind: Callable[[Path], None]) -> None:
     shutil.copytree(bundle, bundle.with_name("2"))
     put(bundle / "manifest.json", kind)
-    assert [fate.kept for fate in prune(bundle.parent, 1, dry_run=True)] == ["among the newest 1", None]
+    assert [fate.kept_because for fate in prune(bundle.parent, 1, dry_run=True)] == ["among the newest 1", None]
     put(bundle.parent / "config.pbtxt", kind)
     with pytest.raises(ConfigurationError, match=r"config\.pbtxt: "):
         export_model(collection(SUM), bundle.parent.parent, "m")

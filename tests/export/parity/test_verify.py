@@ -114,10 +114,10 @@ def test_versions_of_hosts_that_a_router_names_stay(router: Path) -> None:
     for _ in range(2):
         export_model(mixed(), repository, MODEL, CONFIG)
     of_host = repository / f"{MODEL}-host-1"
-    fates = {fate.version: fate.kept for fate in prune(of_host, 1)}
+    fates = {fate.version: fate.kept_because for fate in prune(of_host, 1)}
     assert fates == {3: "among the newest 1", 2: "movies version 2 names it", 1: "movies version 1 names it"}
-    assert {fate.version: fate.kept for fate in prune(repository / MODEL, 2)}[1] is None
-    fates = {fate.version: fate.kept for fate in prune(of_host, 1)}
+    assert {fate.version: fate.kept_because for fate in prune(repository / MODEL, 2)}[1] is None
+    fates = {fate.version: fate.kept_because for fate in prune(of_host, 1)}
     assert fates == {3: "among the newest 1", 2: "movies version 2 names it", 1: None}
     assert sorted(path.name for path in of_host.iterdir()) == ["2", "3", "config.pbtxt"]
 
@@ -128,7 +128,7 @@ def test_versions_of_hosts_that_a_router_names_stay_whatever_the_path(
     export_model(mixed(), router.parent.parent, MODEL, CONFIG)
     of_host = router.parent.parent / f"{MODEL}-host-1"
     monkeypatch.chdir(of_host / "2")
-    assert [fate.kept for fate in prune(Path(".."), 1)] == ["among the newest 1", "movies version 1 names it"]
+    assert [fate.kept_because for fate in prune(Path(".."), 1)] == ["among the newest 1", "movies version 1 names it"]
     assert sorted(path.name for path in of_host.iterdir()) == ["1", "2", "config.pbtxt"]
 
 
@@ -148,10 +148,10 @@ def test_versions_of_hosts_stay_that_a_router_may_name_which_cannot_be_read(
     export_model(mixed(), router.parent.parent, MODEL, CONFIG)
     harm(router / "manifest.json")
     of_host = router.parent.parent / f"{MODEL}-host-1"
-    fates = [fate.kept for fate in prune(of_host, 1)]
+    fates = [fate.kept_because for fate in prune(of_host, 1)]
     assert fates == ["among the newest 1", "movies version 1 may name it, and cannot be read"]
     shutil.rmtree(router)
-    assert [fate.kept for fate in prune(of_host, 1)] == ["among the newest 1", None]
+    assert [fate.kept_because for fate in prune(of_host, 1)] == ["among the newest 1", None]
 
 
 def test_inspect_says_who_belongs_to_whom(router: Path) -> None:

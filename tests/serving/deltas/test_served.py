@@ -171,7 +171,7 @@ def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) 
         assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         wait_for_number(client, 2)
         deadline = time.monotonic() + PATIENCE_S
-        while [*prune(tmp_path / "r" / "m", 1)][-1].kept is not None:  # until tritonserver has let it go
+        while [*prune(tmp_path / "r" / "m", 1)][-1].kept_because is not None:  # until tritonserver has let it go
             assert time.monotonic() < deadline
             time.sleep(0.1)
         (writer,) = (

@@ -298,7 +298,7 @@ def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None
     remove(bundle, range(1, LAST))
     found = [(compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)]
     assert found == expected
-    said = r"000000000009.safetensors: is missing: bring it back. Without it, rows .* after delta 8, or 12$"
+    said = r"000000000009.safetensors: is missing: restore it. Without it, rows .* after delta 8, or 12$"
     with pytest.raises(PublishError, match=said):
         compact(repository, "m", version=1, until=10)
 
