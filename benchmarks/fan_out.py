@@ -13,9 +13,10 @@ from serving.client.retries import Retries
 from serving.closing import Closing
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.requests import kjt
 from serving.requests.accept import accept
+from serving.requests.merge import merge
 from serving.requests.types import Tensors
+from serving.requests.validate import validate
 from serving.router.calls import HostCallers, wait_all
 from serving.router.host import Host
 from serving.router.messages import PartialRequest
@@ -29,8 +30,8 @@ Asked = Mapping[int, PartialRequest]
 def asked_of(engine: Engine, request: Arrays) -> Asked:
     """What a router's engine asks its hosts for a request."""
     assert isinstance(engine.ranks, RouterRanks)
-    checked = kjt.check([accept(engine.schema, Tensors(None, request.values, request.lengths))])
-    return engine.ranks.split(kjt.merge(engine.schema, checked)).to_send
+    checked = validate([accept(engine.schema, Tensors(None, request.values, request.lengths))])
+    return engine.ranks.split(merge(engine.schema, checked)).to_send
 
 
 class FanOut(Closing):

@@ -19,7 +19,7 @@ from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
-from serving.lookup.program import DenseProgram
+from serving.lookup.dense_program import DenseProgram
 from serving.model.settings import ServingSettings
 from serving.requests.schema import ScoringSchema, schema_of
 from serving.requests.types import Tensors

@@ -15,20 +15,21 @@ from serving.bundle.load import Bundle, hold, open_bundle
 from serving.bundle.manifest import MANIFEST
 from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
-from serving.lookup.program import DenseProgram
+from serving.lookup.dense_program import DenseProgram
 from serving.lookup.ranks import BatchAnswer, failed_of
 from serving.model.settings import ServingSettings, WeightsMemory
 from serving.ranks import open_ranks
 from serving.requests.accept import accept
-from serving.requests.batches import batches_of, outputs_of
+from serving.requests.answers import JaggedRows, decode
+from serving.requests.batches import Batch, PooledBatch, unmerge, unmerge_rows
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
-from serving.requests.encoding import Features, decode, encode, encode_rows
+from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.id_maps import IdMaps
-from serving.requests.kjt import check_each
-from serving.requests.offsets import lengths_by_key
+from serving.requests.layout import lengths_by_key
+from serving.requests.merge import merge_all
 from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
-from serving.requests.sequences import JaggedRows, rows_of
-from serving.requests.types import Batch, Embeddings, KjtRequest, Outputs, Tensors, ValidatedRequests
+from serving.requests.types import Embeddings, KjtRequest, Outputs, Tensors, ValidatedRequests
+from serving.requests.validate import validate_each
 from serving.router.hosts_config import HostsConfig
 from serving.tables.table_files import TableFiles
 
@@ -43,17 +44,17 @@ class GroupAnswer:
     """The outcomes of requests that are answered together.
 
     Attributes:
-        checked: those of them that are right, and are looked up.
+        validated: those of them that are right, and are looked up.
         positions: of these among all.
         errors: why others get no answer, by their position among all.
         ids_outside: how many ids of those that are right were outside [0, rows), by table.
         batches: what is looked up.
         answers: what the ranks say to each batch.
-        scores: by output, of the requests of `checked` that ask for some, by their position there.
-        times: what `perf_counter` said when the requests were checked, merged, looked up and scored, in seconds.
+        scores: by output, of the requests of `validated` that ask for some, by their position there.
+        times: what `perf_counter` said when the requests were validated, merged, looked up and scored, in seconds.
     """
 
-    checked: ValidatedRequests
+    validated: ValidatedRequests
     positions: Sequence[int]
     errors: dict[int, ServingError]
     ids_outside: Mapping[str, int]
@@ -72,22 +73,22 @@ class GroupAnswer:
 
     def outputs(self) -> list[Outputs]:
         """The outputs of each request that is right. Where a host is lost, they are not complete."""
-        outputs = outputs_of(self.checked, self.batches, [each.embeddings for each in self.answers])
+        outputs = unmerge(self.validated, self.batches, [each.embeddings for each in self.answers])
         if self.scores:
             return [{**each, **self.scores.get(number, {})} for number, each in enumerate(outputs)]
         return outputs
 
     def by_feature(self, tensors: Tensors) -> dict[str, Any]:
         """The answer to the only request, `tensors`, by feature: [B, dim], or Rows. Nothing is copied."""
-        (request,) = self.checked.requests
+        (request,) = self.validated.requests
         feature_set = request.feature_set
         found: dict[str, Any] = {}
         for batch, answer in zip(self.batches, self.answers, strict=True):
-            if batch.row_bounds is None:
+            if isinstance(batch, PooledBatch):
                 dims = dict(zip(batch.feature_set.names, batch.feature_set.dims.tolist(), strict=True))
                 found |= decode(answer.embeddings, dims)
         if len(found) < len(feature_set.names):
-            rows = rows_of(self.batches, [each.embeddings for each in self.answers])
+            rows = unmerge_rows(self.batches, [each.embeddings for each in self.answers])
             lengths = lengths_by_key(tensors, feature_set.keys)
             keys = zip(feature_set.names, feature_set.key_of, feature_set.positions.tolist(), strict=True)
             found |= {name: JaggedRows(rows[0, at], lengths[key]) for name, key, at in keys if name not in found}
@@ -108,17 +109,17 @@ def answer(
         look_up: what the ranks say to some batches.
         dense: makes scores.
     """
-    checked, positions, errors, ids_outside = check_each(requests)
+    validated, positions, errors, ids_outside = validate_each(requests)
     checked_at = perf_counter()
-    batches = batches_of(schema, checked)
+    batches = merge_all(schema, validated)
     merged_at = perf_counter()
     answers = look_up(batches)
     looked_up_at = perf_counter()
-    scores = {} if dense is None else dense.score_all(checked, batches, [each.embeddings for each in answers])
+    scores = {} if dense is None else dense.score_all(validated, batches, [each.embeddings for each in answers])
     times = checked_at, merged_at, looked_up_at, perf_counter()
     for number, error in failed_of(answers).items():
         errors[positions[number]] = error
-    return GroupAnswer(checked, positions, errors, ids_outside, batches, answers, scores, times)
+    return GroupAnswer(validated, positions, errors, ids_outside, batches, answers, scores, times)
 
 
 class Engine(Closing):
@@ -138,7 +139,7 @@ class Engine(Closing):
 
     Attributes:
         bundle: as given.
-        schema: the features that requests are checked against.
+        schema: the features that requests are validated against.
         table_files: its weights, mapped.
         ranks: where partial sums come from.
 
@@ -219,7 +220,7 @@ class Engine(Closing):
 
         Returns:
             {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
-            feature of an EmbeddingCollection a `serving.requests.sequences.JaggedRows` instead. Where several
+            feature of an EmbeddingCollection a `serving.requests.answers.JaggedRows` instead. Where several
             tables read a key, their answers are called `key@table`, as TorchRec calls them.
 
         Raises:
@@ -266,7 +267,7 @@ class Engine(Closing):
         if not isinstance(schema, ScoringSchema):
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         tensors = encode(features, self._weighted_keys, shared)
-        lengths = lengths_by_key(tensors, tensors.features or schema.every.keys) if schema.by_id else {}
+        lengths = lengths_by_key(tensors, tensors.features or schema.all_features.keys) if schema.by_id else {}
         names = [output.name for output in schema.dense_part.outputs]
         return self.outputs(replace(tensors, outputs=names, dense=encode_dense(schema.dense_inputs, dense, lengths)))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from serving.bundle.load import Bundle
 from serving.lookup.local_ranks import LocalRanks
 from serving.lookup.ranks import BatchAnswer
-from serving.requests.types import Batch
+from serving.requests.batches import Batch
 from serving.router.calls import HostTime
 from serving.router.host import HostCounts
 from serving.router.hosts_config import HostsConfig

@@ -39,6 +39,7 @@ FEW_IMPORT = {
         "serving.lookup.local_ranks",
         "serving.lookup.parallel_lookup",
         "serving.lookup.gemm",
+        "serving.lookup.dense_program",
         "serving.lookup.program",
         "serving.router.router_ranks",
         "serving.tables.table_files",
@@ -148,7 +149,7 @@ def test_nothing_imports_in_a_circle(name_of: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["serving.client", "serving.requests.kjt", "serving.bundle", "serving.server", "serving.__main__"]
+    "module", ["serving.client", "serving.requests.validate", "serving.bundle", "serving.server", "serving.__main__"]
 )
 def test_a_client_needs_no_torch(module: str) -> None:
     """Even where torch is installed, nothing of it is imported."""

@@ -25,11 +25,12 @@ from serving.bundle.tables import Pooling, Table
 from serving.engine import answer
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
-from serving.requests import kjt
 from serving.requests.accept import accept
+from serving.requests.batches import Batch
 from serving.requests.id_maps import IdMaps, known_of_keys
 from serving.requests.schema import schema_of
-from serving.requests.types import EMBEDDINGS, SEQUENCES, Batch, Outputs, Tensors
+from serving.requests.types import EMBEDDINGS, SEQUENCES, Outputs, Tensors
+from serving.requests.validate import validate
 from serving.tables.table_files import TableFiles
 
 Arguments = tuple[Tensor, Tensor, Tensor | None]
@@ -46,7 +47,7 @@ def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> A
     Returns:
         values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None.
     """
-    checked = kjt.check([accept(schema_of(manifest, maps), request)])
+    checked = validate([accept(schema_of(manifest, maps), request)])
     weights = None if checked.weights is None else torch.from_numpy(checked.weights)
     return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
 

@@ -19,7 +19,7 @@ from export.trained.tables import Trained
 from serving.bundle.load import Bundle
 from serving.bundle.scores import DensePart
 from serving.errors import ConfigurationError
-from serving.lookup.program import DenseProgram
+from serving.lookup.dense_program import DenseProgram
 from serving.requests.id_maps import known_of_keys
 from serving.requests.schema import scoring_schema
 from serving.requests.types import Array, Outputs, Tensors

@@ -15,7 +15,7 @@ from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.captured import CapturedRequest, read_captured
-from serving.requests.offsets import lengths_by_key
+from serving.requests.layout import lengths_by_key
 from serving.requests.types import Lengths
 from serving.tables.memory_budget import memory_here
 

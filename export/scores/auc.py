@@ -23,7 +23,7 @@ from serving.errors import ConfigurationError, InvalidRequest
 from serving.files import open_file
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from serving.requests.offsets import lengths_by_key
+from serving.requests.layout import lengths_by_key
 
 Labels = npt.NDArray[np.bool_]
 _LINE = (

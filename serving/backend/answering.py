@@ -27,7 +27,7 @@ from serving.errors import (
 from serving.lookup.ranks import zeroed_of
 from serving.model.settings import LARGEST_HANDOVER
 from serving.requests.accept import accept, check_bundle
-from serving.requests.batches import Limits, grouped
+from serving.requests.limits import Limits, grouped
 from serving.requests.types import Array, KjtRequest, Tensors
 
 # This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
@@ -237,14 +237,14 @@ class Answerer:
                 self._count_refused(error)
             else:
                 lost += 1
-        if not answer.checked.requests:
+        if not answer.validated.requests:
             return 0.0
         if any(_overflows(each.embeddings) for each in answer.answers):
             outputs = [each for each in outcomes if not isinstance(each, ServingError)]
             metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
         metrics.count_lost(lost, zeroed_of(answer.answers))
         times = [started, *answer.times, perf_counter()]
-        metrics.count_call(answer.checked, self._backlog.started, times)
+        metrics.count_call(answer.validated, self._backlog.started, times)
         return times[-1] - started
 
     def _capture(self, handover: "_Handover", group: Sequence[int], seconds: float) -> None:

@@ -42,7 +42,8 @@ from serving.errors import (
 from serving.log import Sampled, about_model
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, PassedOver, read_captured
-from serving.requests.types import IDS, Array, Tensors, decode_parameters
+from serving.requests.parameters import decode_parameters
+from serving.requests.types import IDS, Array, Tensors
 from serving.router.hosts_config import hosts_of
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,

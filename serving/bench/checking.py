@@ -14,12 +14,12 @@ from serving.protocol.messages import ModelInferResponse
 from serving.reference import Pooled, pool
 from serving.requests.accept import accept
 from serving.requests.jagged_inputs import jagged_inputs
-from serving.requests.offsets import lengths_by_key
+from serving.requests.layout import lengths_by_key
 from serving.requests.schema import ScoringSchema, schema_of
 from serving.requests.types import Outputs, Tensors
 
 if TYPE_CHECKING:
-    from serving.lookup.program import DenseProgram
+    from serving.lookup.dense_program import DenseProgram
 
 # How far rounding may move scores, relative to the largest score. If requests are merged, matrix products are summed
 # in another order. Each FP16 embedding is off by up to 2⁻¹¹.
@@ -78,7 +78,7 @@ class Checker:
 
     def _rows_of(self, part: DensePart, request: Prepared) -> dict[str | None, int]:
         """How many rows outputs have: by the key that they have a row for each id of; None: one for each sample."""
-        lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.every.keys)
+        lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.all_features.keys)
         found: dict[str | None, int] = {None: request.samples}
         for key in {each.key for each in part.outputs} & lengths.keys():
             repeated = request.samples if key in request.tensors.shared else 1
@@ -88,7 +88,8 @@ class Checker:
     def _dense_program(self, schema: ScoringSchema) -> "DenseProgram":
         if self._dense is None:
             # They import torch, which checking lookups does not need.
-            from serving.lookup.program import DenseProgram, load_fbgemm
+            from serving.lookup.dense_program import DenseProgram
+            from serving.lookup.program import load_fbgemm
 
             load_fbgemm()
             self._dense = DenseProgram(self._bundle, schema)

@@ -15,7 +15,7 @@ from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.captured import PassedOver, read_captured
-from serving.requests.offsets import samples_of, shared_mask
+from serving.requests.layout import samples_of, shared_mask
 from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.

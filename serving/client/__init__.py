@@ -12,7 +12,7 @@ from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
 from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.retries import Retries
-from serving.requests.sequences import JaggedRows
+from serving.requests.answers import JaggedRows
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

@@ -18,10 +18,10 @@ from serving.client.serves import info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
 from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
+from serving.requests.answers import JaggedRows, decode, decode_rows
 from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
-from serving.requests.encoding import Features, decode, decode_rows, encode, encode_rows
-from serving.requests.offsets import lengths_by_key, samples_of, shared_mask
-from serving.requests.sequences import JaggedRows
+from serving.requests.encoding import Features, encode, encode_rows
+from serving.requests.layout import lengths_by_key, samples_of, shared_mask
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "schema_digest"}

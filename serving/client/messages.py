@@ -10,8 +10,9 @@ import numpy.typing as npt
 from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
-from serving.requests.sequences import JaggedRows
-from serving.requests.types import Embeddings, Outputs, Tensors, encode_parameters
+from serving.requests.answers import JaggedRows
+from serving.requests.parameters import encode_parameters
+from serving.requests.types import Embeddings, Outputs, Tensors
 
 
 class Answer(dict[str, Any]):

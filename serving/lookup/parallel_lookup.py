@@ -22,7 +22,8 @@ from serving.bundle.tables import OutputDtype
 from serving.lookup.buffer_pool import BufferPool
 from serving.lookup.program import torchscript
 from serving.lookup.threads import Threads
-from serving.requests.types import Batch, Embeddings, Ids
+from serving.requests.batches import Batch
+from serving.requests.types import Embeddings, Ids
 
 
 class Piece(NamedTuple):

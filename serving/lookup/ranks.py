@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from serving.errors import HostUnavailable, ServingError, listed, shown
-from serving.requests.types import Batch, Embeddings
+from serving.requests.batches import Batch
+from serving.requests.types import Embeddings
 
 # Most hosts that the error of a request names.
 _MOST_HOSTS = 3

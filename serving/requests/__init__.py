@@ -3,9 +3,14 @@
 ::
 
     client    lists, arrays, KJT ─ encoding.encode ─► Tensors ─ gRPC ─►
-    server    Tensors ─ accept ─► KjtRequest ─ kjt.check_each ─► Checked ─ batches_of ─► Batch
-              Batch ─ the ranks ─► [B, D] ─ outputs_of ─► outputs by name ─ gRPC ─►
-    client    outputs ─ encoding.decode ─► {feature: [B, dim]}
+    server    Tensors ─ accept ─► KjtRequest ─ validate_each ─► ValidatedRequests ─ merge_all ─► batches
+              batches ─ the ranks ─► [B, D] each ─ batches.unmerge ─► outputs by name ─ gRPC ─►
+    client    outputs ─ answers.decode ─► {feature: [B, dim]}
 
-`serving.engine.answer` is the way of the server, from KjtRequest on, for requests that are answered together.
+`serving.engine.answer` does the server's part, from KjtRequest on, for requests that are answered together. They take
+each step together, so that the cost of a numpy call is paid once for all of them.
+
+Letters in docstrings: R requests, S segments, F features, B samples, N ids, D columns of an answer; B_r is of request
+r. A segment is a feature of a request. A KJT is feature-major: all bags of the first feature, then all bags of the
+second, and so on.
 """

@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from serving.bundle.load import Bundle
 from serving.errors import InvalidRequest, ModelNotFound, Reason
-from serving.requests.batches import Limits, check_sequences, check_size
 from serving.requests.dense_inputs import accept_dense
 from serving.requests.jagged_inputs import accept_jagged
-from serving.requests.offsets import bag_bounds, id_bounds, ranges, samples_of, shared_mask
+from serving.requests.layout import bag_bounds, id_bounds, samples_of, shared_mask
+from serving.requests.limits import Limits, check_sequences, check_size
+from serving.requests.offsets import ranges
 from serving.requests.schema import FeatureSet, LookupSchema, ScoringSchema
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Array, KjtRequest, Mask, Tensors
 
@@ -113,14 +114,14 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
         InvalidRequest: a feature or a dense input is missing or wrong.
     """
     feature_set = request.feature_set
-    if len(feature_set.names) < len(schema.every.names):
-        missing = next(name for name in schema.every.names if name not in feature_set.names)
-        names = ", ".join(map(repr, schema.every.names))
+    if len(feature_set.names) < len(schema.all_features.names):
+        missing = next(name for name in schema.all_features.names if name not in feature_set.names)
+        names = ", ".join(map(repr, schema.all_features.names))
         raise InvalidRequest(
             f"feature {missing!r}: expected all features, which scores need: {names}", Reason.FEATURES
         )
     if not feature_set.default:
-        request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.every)
+        request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.all_features)
     part = schema.dense_part
     if not schema.by_id:
         request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared)

@@ -1,248 +1,284 @@
-"""Requests → groups of limited size → batches to look up; and the answers to the batches → outputs of the requests.
+"""What one TBE call looks up, in three kinds, and how each is unmerged into the answers to requests.
 
-A request is never refused because of others: requests that are too large together take several TBE calls.
-
-Features with a bag for each sample share a batch. Features that are sent once have a batch of their own, in which a
-request has one sample. So one bag is looked up for them, and no embedding is copied. Scores need all features side by
-side. For these, a feature that is sent once is in the first sample of the request, until it is spread.
+`PooledBatch` has a bag of each feature for each sample, `SharedBatch` one for each request, and `SequenceBatch` a bag
+of one id for each row of a sequence. `CombinedBatch` is a `SequenceBatch` that also has the pooled features of its
+single request. `serving.requests.merge` makes them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from serving.errors import InvalidRequest, Reason
-from serving.requests.kjt import merge, split
-from serving.requests.offsets import bag_bounds, bounds_of, joined, offsets_of, place
-from serving.requests.schema import LookupSchema
-from serving.requests.sequences import one_batch, row_batches, rows_of
+from serving.requests.offsets import concatenate, ranges
+from serving.requests.schema import FeatureSet
 from serving.requests.types import (
     EMBEDDINGS,
     SEQUENCES,
     SHARED,
-    Batch,
     Embeddings,
     Ids,
-    KjtRequest,
     Mask,
     Outputs,
     ValidatedRequests,
+    Weights,
 )
 
 
-class Limits(Protocol):
-    """The settings that limit requests, TBE calls and the backlog. Defaults are in `serving.model.settings` only."""
+class Member(Protocol):
+    """What a request has in a batch: the request itself, or `Part` of it."""
 
     @property
-    def max_request_ids(self) -> int:
-        """Most ids in a request. A larger one is refused."""
+    def feature_set(self) -> FeatureSet:
+        """Its features."""
 
     @property
-    def max_request_samples(self) -> int:
-        """Most samples in a request. A larger one is refused."""
+    def samples(self) -> int:
+        """B."""
 
     @property
-    def merged_requests(self) -> int:
-        """Most requests that one TBE call answers."""
+    def shared(self) -> Mask | None:
+        """The features that it shares among its samples; bool [F]. None: no feature is shared."""
 
     @property
-    def max_call_ids(self) -> int:
-        """Most ids in a TBE call."""
-
-    @property
-    def max_call_samples(self) -> int:
-        """Most samples in a TBE call."""
-
-    @property
-    def max_sequence_bytes(self) -> int:
-        """Most bytes of unpooled rows, as FP32, and of jagged inputs of scores: of a request, and of one group."""
-
-    @property
-    def max_busy_ms(self) -> int:
-        """Load shedding: a request that has waited longer than this, in milliseconds, is refused."""
+    def bag_count(self) -> int:
+        """The bags of each of its features in the batch."""
 
 
-def check_size(ids: int, samples: int, limits: Limits) -> None:
-    """Refuse a request that has more ids or samples than `limits` allow.
+@dataclass(eq=False, slots=True)
+class Part:
+    """Some features of a request, for a batch that does not have all of them. Attributes as in `Member`."""
 
-    Raises:
-        InvalidRequest: naming the limit, the number in the request, and what to do.
+    feature_set: FeatureSet
+    samples: int
+    shared: Mask | None
+    bag_count: int
+
+
+@dataclass(eq=False, slots=True)
+class Batch(ABC):
+    """What one TBE call looks up. A feature has the bags of the first request, then of the second, and so on.
+
+    Attributes:
+        feature_set: the features of the batch.
+        values: ids, feature-major; int64 [N].
+        offsets: where each bag starts in `values`, then N; int64 [F·B + 1].
+        weights: a weight for each id; float32 [N], or None.
     """
-    _expect_at_most("ids", ids, limits.max_request_ids, "max-request-ids")
-    _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
+
+    feature_set: FeatureSet
+    values: Ids
+    offsets: Ids
+    weights: Weights | None
+
+    @property
+    @abstractmethod
+    def bounds(self) -> Ids:
+        """Where the bags of each request start among the bags of each feature, then their end; int64 [F, R + 1]."""
 
 
-def check_sequences(request: KjtRequest, limits: Limits) -> None:
-    """Refuse a request whose sequences would take more bytes than `limits` allow. Its lengths may be wrong.
+@dataclass(eq=False, slots=True)
+class PooledBatch(Batch):
+    """R requests with a bag of each feature for each sample.
 
-    Raises:
-        InvalidRequest: naming the limit, the bytes that it asks for, and what to do.
+    A request for scores may share features here: their only bag is the first, and the others are empty.
+
+    Attributes:
+        members: what each request has in it [R].
     """
-    _expect_at_most("bytes of sequences", sequence_bytes(request), limits.max_sequence_bytes, "max-sequence-bytes")
+
+    members: Sequence[Member]
+
+    @property
+    def bounds(self) -> Ids:
+        """As in `Batch`. All features have the same."""
+        bounds = np.cumsum([0, *(member.bag_count for member in self.members)])
+        return np.broadcast_to(bounds, (len(self.feature_set.names), bounds.size))
+
+    def unmerge(self, embeddings: Embeddings) -> list[Embeddings]:
+        """Split the answer to this batch into the answers to its requests.
+
+        Args:
+            embeddings: the answer; float32 or float16 [B, D].
+
+        Returns:
+            An array [bag_count, D_r] for each request, of the same dtype. It is a view of `embeddings`, or a copy if
+            the request has other features, or another order of them, than the batch.
+        """
+        merged = self.feature_set
+        answers: list[Embeddings] = []
+        end = 0
+        for member in self.members:
+            start, end = end, end + member.bag_count
+            answer = embeddings[start:end]
+            if member.feature_set is not merged:
+                positions = merged.positions_of(member.feature_set)
+                answer = answer.take(ranges((merged.ends - merged.dims)[positions], merged.dims[positions]), axis=1)
+            answers.append(answer)
+        return answers
+
+    def outputs(self, member: Member, embeddings: Embeddings) -> dict[str, Embeddings]:
+        """The outputs of one request: `embeddings` [B, D_1] and, for shared features, `once` [1, D_2].
+
+        Args:
+            member: what the request has in this batch.
+            embeddings: its part of the answer, [bag_count, D_1 + D_2].
+        """
+        if member.shared is None:
+            return {EMBEDDINGS: embeddings}
+        is_shared = np.repeat(member.shared, member.feature_set.dims)
+        outputs = {}
+        if not member.shared.all():
+            outputs[EMBEDDINGS] = embeddings[: member.samples, ~is_shared]
+        if member.shared.any():
+            outputs[SHARED] = embeddings[:1, is_shared]
+        return outputs
+
+    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int]) -> Embeddings:
+        """The pooled embeddings that the scores of some requests are made of, one request after another, [B, D].
+
+        Args:
+            embeddings: the answer to this batch, with all pooled features of the model. Rows of shared features are
+                written to.
+            numbers: the requests, as positions in `members`, sorted.
+        """
+        members = [self.members[number] for number in numbers]
+        if len(numbers) == len(self.members) and all(member.shared is None for member in members):
+            return embeddings
+        bounds = np.cumsum([0, *(member.bag_count for member in self.members)])
+        parts = [embeddings[bounds[number] : bounds[number + 1]] for number in numbers]
+        return concatenate([repeat_shared(part, member) for part, member in zip(parts, members, strict=True)])
 
 
-def sequence_bytes(request: KjtRequest) -> int:
-    """Bytes of the unpooled rows that a request asks for, as FP32, and of the jagged inputs of its scores."""
-    feature_set = request.feature_set
-    if feature_set.pooled is feature_set or SEQUENCES not in request.outputs:
-        return request.jagged_bytes
-    bags = bag_bounds(len(feature_set.names), request.samples, request.shared)
-    ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
-    answered = int(ids[feature_set.sequence] @ feature_set.dims[feature_set.sequence]) * np.dtype(np.float32).itemsize
-    return answered + request.jagged_bytes
+@dataclass(eq=False, slots=True)
+class SharedBatch(PooledBatch):
+    """R requests with one bag of each feature, which is shared by all samples of the request."""
+
+    def outputs(self, member: Member, embeddings: Embeddings) -> dict[str, Embeddings]:  # noqa: ARG002
+        """The outputs of one request: `once` [1, D_r]."""
+        return {SHARED: embeddings}
 
 
-def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
-    """Divide requests into groups, each for one TBE call.
+@dataclass(eq=False, slots=True)
+class SequenceBatch(Batch):
+    """R requests with a bag of one id for each row of a sequence. Shorter sequences have empty bags at the end.
 
-    Yields:
-        The positions of a group's requests, in order. A request that is too large for a call is a group of its own.
+    Attributes:
+        row_bounds: the bounds of `Batch`, which differ by feature; int64 [F, R + 1].
     """
-    group: list[int] = []
-    ids = samples = row_bytes = 0
-    for position, request in enumerate(requests):
-        ids += request.values.size
-        samples += request.samples
-        row_bytes += (own_row_bytes := sequence_bytes(request))
-        too_large = samples > limits.max_call_samples or row_bytes > limits.max_sequence_bytes
-        if group and (ids > limits.max_call_ids or too_large):
-            yield group
-            group, ids, samples, row_bytes = [], request.values.size, request.samples, own_row_bytes
-        group.append(position)
-    if group:
-        yield group
+
+    row_bounds: Ids
+
+    @property
+    def bounds(self) -> Ids:
+        """As in `Batch`."""
+        return self.row_bounds
+
+    @property
+    def sequences(self) -> Iterable[int]:
+        """The features of the batch that are sequences, as positions in it."""
+        return range(len(self.feature_set.names))
+
+    def unmerge(self, embeddings: Embeddings) -> dict[tuple[int, int], Embeddings]:
+        """Split the answer to this batch into the rows of each request.
+
+        Args:
+            embeddings: the answer; float32 or float16 [B, D].
+
+        Returns:
+            [n, dim] by the number of the request and the position of the feature in the schema; views.
+        """
+        features = self.feature_set
+        ends = features.ends.tolist()
+        rows = {}
+        for feature in self.sequences:
+            dim, end, position = features.dims.item(feature), ends[feature], features.positions.item(feature)
+            for number, (first, last) in enumerate(pairwise(self.row_bounds[feature].tolist())):
+                rows[number, position] = embeddings[first:last, end - dim : end]
+        return rows
 
 
-def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
-    if found > limit:
-        raise InvalidRequest(
-            f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
-            f"server's limit raised (`tbe-serve configure --{setting}`)",
-            Reason.SIZE,
-        )
+@dataclass(eq=False, slots=True)
+class CombinedBatch(SequenceBatch):
+    """The sequences of one request for scores, and its pooled features with a bag for each sample.
 
-
-def batches_of(schema: LookupSchema, checked: ValidatedRequests) -> list[Batch]:
-    """The batches to look up for some requests, without outputs that none wants.
-
-    Where features are pooled, scores are made of the first one; and of rows, where the dense part takes some.
+    Attributes:
+        samples: B.
     """
-    requests = checked.requests
-    if all(map(_is_whole, requests)):
-        return [merge(schema, checked)] if requests else []
-    if len(requests) == 1 and (batch := one_batch(schema, checked)) is not None:
-        return [batch]
-    batches = []
-    for parts, is_shared in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
-        if (kept := np.flatnonzero(joined(parts))).size:
-            batches.append(
-                replace(merge(schema, _part(schema, checked, parts, kept, is_shared)), is_shared=is_shared)
-            )
-    return [*batches, *row_batches(schema, checked)]
+
+    samples: int
+
+    @property
+    def sequences(self) -> Iterable[int]:
+        """As in `SequenceBatch`."""
+        return np.flatnonzero(self.feature_set.sequence).tolist()  # type: ignore[no-any-return]
+
+    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int]) -> Embeddings:  # noqa: ARG002
+        """As `PooledBatch.for_scores`, for its only request."""
+        return embeddings[: self.samples, self.feature_set.pooled_columns]
 
 
-def outputs_of(checked: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
+def unmerge_rows(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tuple[int, int], Embeddings]:
+    """The rows of all sequences, by the number of the request and the position of the feature in the schema.
+
+    They are [n, dim]: views of `answers`, or copies if several batches have parts of a sequence.
+    """
+    parts: dict[tuple[int, int], list[Embeddings]] = {}
+    for batch, answer in zip(batches, answers, strict=True):
+        if isinstance(batch, SequenceBatch):
+            for key, rows in batch.unmerge(answer).items():
+                parts.setdefault(key, []).append(rows)
+    return {key: concatenate(rows) for key, rows in parts.items()}
+
+
+def unmerge(validated: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
     """The outputs of each request, from the answers to all batches.
 
     Returns:
-        For each request, those that it asks for of `embeddings` [B, D], `once` [1, D] and `sequences` [M]; float32 or
-        float16. `sequences` has the rows [n, dim] of each feature, one feature after the other.
+        For each request the outputs that it asks for: `embeddings` [B, D], `once` [1, D] and `sequences` [M]; float32
+        or float16. `sequences` has the rows [n, dim] of each feature, one feature after another.
     """
-    outputs: list[dict[str, Embeddings]] = [{} for _ in checked.requests]
+    outputs: list[dict[str, Embeddings]] = [{} for _ in validated.requests]
     for batch, answer in zip(batches, answers, strict=True):
-        if batch.row_bounds is None:
-            for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
-                if request.feature_set.names:
-                    found |= {SHARED: embeddings} if batch.is_shared else _divided(embeddings, request)
-    if len(batches) == 1 and batches[0].row_bounds is None:
+        if not isinstance(batch, PooledBatch):
+            continue
+        for number, (member, embeddings) in enumerate(zip(batch.members, batch.unmerge(answer), strict=True)):
+            if member.feature_set.names:
+                requested = validated.requests[number].outputs
+                for name, array in batch.outputs(member, embeddings).items():
+                    if name in requested:
+                        outputs[number][name] = array
+    if len(batches) == 1 and isinstance(batches[0], PooledBatch):
         return outputs  # type: ignore[return-value]
-    wanting = [SEQUENCES in each.outputs and _has_sequences(each) for each in checked.requests]
-    by_feature = rows_of(batches, answers) if any(wanting) else {}
-    for number, (found, request) in enumerate(zip(outputs, checked.requests, strict=True)):
-        if wanting[number]:
-            positions = request.feature_set.positions[request.feature_set.sequence].tolist()
-            found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
+    with_sequences = [
+        number
+        for number, request in enumerate(validated.requests)
+        if SEQUENCES in request.outputs and request.has_sequences
+    ]
+    rows = unmerge_rows(batches, answers) if with_sequences else {}
+    for number in with_sequences:
+        features = validated.requests[number].feature_set
+        positions = features.positions[features.sequence].tolist()
+        outputs[number][SEQUENCES] = concatenate([rows[number, position].reshape(-1) for position in positions])
     return outputs  # type: ignore[return-value]
 
 
-def _divided(embeddings: Embeddings, request: KjtRequest) -> Outputs:
-    """The outputs of a request: `embeddings` [B, D_1] of features with a bag for each sample, and `once` [1, D_2] of
-    those that come once. Each is there if it is asked for and there are such features.
+def repeat_shared(embeddings: Embeddings, member: Member) -> Embeddings:
+    """Repeat the rows of shared features for each sample of a request.
 
     Args:
-        embeddings: its part of the answer to a batch, [height, D_1 + D_2].
-        request: the request.
+        embeddings: its part of the answer to a batch, [bag_count, D]; written to.
+        member: what the request has in the batch.
+
+    Returns:
+        [B, D].
     """
-    if request.shared is None:
-        return {EMBEDDINGS: embeddings} if EMBEDDINGS in request.outputs else {}
-    here = np.repeat(request.shared, request.feature_set.dims)
-    found = {}
-    if EMBEDDINGS in request.outputs and not request.shared.all():
-        found[EMBEDDINGS] = embeddings[: request.samples, ~here]
-    if SHARED in request.outputs and request.shared.any():
-        found[SHARED] = embeddings[:1, here]
-    return found
-
-
-def _is_whole(request: KjtRequest) -> bool:
-    """Whether all of its features are looked up in one batch."""
-    if request.dense is not None:
-        return not _has_sequences(request)
-    return EMBEDDINGS in request.outputs and request.shared is None and not _has_sequences(request)
-
-
-def _has_sequences(request: KjtRequest) -> bool:
-    return request.feature_set.pooled is not request.feature_set
-
-
-def _each(request: KjtRequest) -> Mask:
-    """The features that are looked up for each sample, or for scores: bool [F]."""
-    pooled: Mask = ~request.feature_set.sequence
-    if request.dense is not None:
-        return pooled
-    pooled &= EMBEDDINGS in request.outputs
-    return pooled if request.shared is None else pooled & ~request.shared
-
-
-def _once(request: KjtRequest) -> Mask:
-    """The features that are looked up once: bool [F]."""
-    if request.shared is None or request.dense is not None or SHARED not in request.outputs:
-        return np.zeros(len(request.feature_set.names), np.bool_)
-    return request.shared & ~request.feature_set.sequence
-
-
-def _part(
-    schema: LookupSchema, checked: ValidatedRequests, parts: Sequence[Mask], kept: Ids, is_shared: bool
-) -> ValidatedRequests:
-    """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples.
-
-    `kept`: which segments these are, int64.
-    """
-    requests = checked.requests
-    starts, bag_starts = checked.id_bounds[kept], checked.bag_bounds[kept]
-    ids, bags = checked.id_bounds[kept + 1] - starts, checked.bag_bounds[kept + 1] - bag_starts
-    source = place(starts, ids)
-    values, lengths = checked.values[source], checked.lengths[place(bag_starts, bags)]
-    id_bounds, bag_bounds = bounds_of(ids), bounds_of(bags)
-    # Lists: single numbers of an array are slow.
-    first_ids, first_bags = id_bounds.tolist(), bag_bounds.tolist()
-    left, segment = [], 0
-    for request, part in zip(requests, parts, strict=True):
-        feature_set = schema.at(request.feature_set.positions[part].tolist())
-        first, segment = segment, segment + len(feature_set.names)
-        samples = 1 if is_shared else request.samples
-        left.append(
-            KjtRequest(
-                feature_set,
-                values[first_ids[first] : first_ids[segment]],
-                lengths[first_bags[first] : first_bags[segment]],
-                None,
-                samples if segment > first else 0,
-                shared=None if request.shared is None or request.dense is None else request.shared[part],
-                outputs=request.outputs,
-            )
-        )
-    weights = None if checked.weights is None else checked.weights[source]
-    return ValidatedRequests(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)
+    if member.shared is not None:
+        features = member.feature_set
+        for feature in np.flatnonzero(member.shared).tolist():
+            columns = slice(features.ends[feature] - features.dims[feature], features.ends[feature])
+            embeddings[1:, columns] = embeddings[0, columns]
+    return embeddings[: member.samples]

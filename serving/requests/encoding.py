@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest
-from serving.requests.types import SEQUENCES, Embeddings, Ids, Lengths, Tensors, Weights
+from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
 
 
 @runtime_checkable
@@ -135,37 +135,6 @@ def has_boolean(numbers: Sequence[Any]) -> bool:
     if {*map(type, numbers)} <= _INTEGERS:
         return False
     return any(isinstance(each, bool) or str(getattr(each, "dtype", "")).endswith("bool") for each in numbers)
-
-
-def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
-    """Cut an answer into its features. Nothing is copied.
-
-    Args:
-        embeddings: float32 or float16 [B, D].
-        dims: columns of each feature, in the order of the answer.
-
-    Returns:
-        {feature: [B, dim]}, views of `embeddings`.
-    """
-    ends = np.cumsum(list(dims.values()))
-    return {name: embeddings[:, end - dim : end] for (name, dim), end in zip(dims.items(), ends, strict=True)}
-
-
-def decode_rows(numbers: Embeddings, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Embeddings]:
-    """Cut rows into their features, or tables. Nothing is copied.
-
-    Args:
-        numbers: float32 or float16 [M].
-        shapes: (n, dim) of each, in the order of the answer.
-
-    Returns:
-        {feature: [n, dim]}, views of `numbers`.
-    """
-    ends = accumulate(n * dim for n, dim in shapes.values())
-    return {
-        name: numbers[end - n * dim : end].reshape(n, dim)
-        for (name, (n, dim)), end in zip(shapes.items(), ends, strict=True)
-    }
 
 
 def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:

@@ -14,7 +14,8 @@ import numpy as np
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DensePart, JaggedKind
 from serving.errors import InvalidRequest, Reason
-from serving.requests.offsets import bag_bounds, id_bounds, offsets_of
+from serving.requests.layout import bag_bounds, id_bounds
+from serving.requests.offsets import bag_offsets
 from serving.requests.schema import ScoringSchema
 from serving.requests.types import Array, Embeddings, KjtRequest, Lengths
 
@@ -108,7 +109,7 @@ def sample_bounds(
         rows.append((fixed, lengths.get(key, 0)))
 
     def bounds(jagged: Sequence[Array], samples: Sequence[int]) -> list[Sequence[int]]:
-        ends = {at: offsets_of(cast(Lengths, jagged[at])) for fixed, at in rows if fixed is None}
+        ends = {at: bag_offsets(cast(Lengths, jagged[at])) for fixed, at in rows if fixed is None}
         at_samples = np.asarray(samples)
         return [
             ends[at][at_samples].tolist() if fixed is None else (fixed * at_samples).tolist() for fixed, at in rows

@@ -1,37 +1,26 @@
-"""How many bags each feature has in a request, and where its bags and ids lie.
+"""Index arithmetic on jagged arrays: ranges of different sizes in flat arrays, without a Python loop.
 
-A key has a bag for each sample, or one that counts for all samples: it *comes once*. In ranking one user meets N
-items: what is the user's is then sent once, looked up once, and counts for each item. In the words of KJT: the batch
-size varies by feature.
-
-Index arithmetic on jagged arrays: many ranges of different sizes, kept in flat arrays without a Python loop.
-
-*Bounds* of n ranges that lie one behind the other are n + 1 numbers: where each starts, and where the last one ends.
+*Bounds* of n adjacent ranges are n + 1 numbers: where each range starts, and where the last one ends.
 """
 
-from collections.abc import Collection, Sequence
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import InvalidRequest, Reason
-from serving.requests.schema import listed, shortened
-from serving.requests.types import Ids, KjtRequest, Lengths, Mask, Tensors
-
+Ids = npt.NDArray[np.int64]
 _UINT32 = np.dtype(np.uint32)
-# What `cumsum` calls by way of a Python function, which takes as long again for a small request.
+# The ufunc behind `cumsum`, whose Python function takes as long again for a small request.
 _accumulate = np.add.accumulate
 
 
-def joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def concatenate(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Arrays [n_i] of one dtype, one behind the other [sum n_i]. A single array is returned as it is."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def offsets_of(lengths: Lengths) -> Ids:
+def bag_offsets(lengths: npt.NDArray[np.int32]) -> Ids:
     """The bounds int64 [n + 1] of bags with these `lengths`, int32 [n].
 
     A negative length counts as the unsigned number with its bits, 2³¹ or more, so that it can never add up.
@@ -65,7 +54,7 @@ def ranges(starts: Ids, sizes: Ids) -> Ids:
     return numbers
 
 
-def place(starts: Ids, sizes: Ids) -> slice | Ids:
+def index_of_ranges(starts: Ids, sizes: Ids) -> slice | Ids:
     """An index of what `ranges` names: a slice, which copies nothing, where the ranges lie one behind the other.
 
     Args:
@@ -75,174 +64,3 @@ def place(starts: Ids, sizes: Ids) -> slice | Ids:
     if (starts[1:] == ends[:-1]).all():
         return slice(int(starts[0]), int(ends[-1]))
     return ranges(starts, sizes)
-
-
-# Most requests have one of few numbers of samples. One call answers 64 of them by default, or fewer. So many bounds,
-# and so many orders, are kept.
-_KEPT_BOUNDS, _KEPT_ORDERS = 256, 64
-
-
-def bag_bounds(features: int, samples: int, shared: Mask | None) -> Ids:
-    """Where the bags of each feature start in the lengths of a request, then their number: int64 [features + 1].
-
-    Args:
-        features: F.
-        samples: B.
-        shared: which of them have one bag, bool [F]. The others have B. None: all have B.
-    """
-    if shared is None:
-        return _even_bounds(features, samples)
-    return bounds_of(np.where(shared, 1, samples))
-
-
-@lru_cache(_KEPT_BOUNDS)
-def _even_bounds(features: int, samples: int) -> Ids:
-    """The bounds of bags where each feature has as many; not to be written to."""
-    bounds: Ids = np.arange(features + 1) * samples
-    bounds.flags.writeable = False
-    return bounds
-
-
-def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[str]) -> Mask | None:
-    """Which of the keys that are asked for come once: bool [keys]. None: no key does.
-
-    Args:
-        keys: what is asked for, in order.
-        dense: names of the model's dense inputs.
-        shared: what comes once. Anything may be in it.
-
-    Raises:
-        InvalidRequest: a name is neither a key that is asked for nor a dense input, or comes twice.
-    """
-    if not shared:
-        return None
-    for name in shared:
-        if name not in keys and name not in dense:
-            one_of = listed((*keys, *dense))
-            raise InvalidRequest(f"once: {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
-    if len(set(shared)) < len(shared):
-        raise InvalidRequest(f"once: expected each name once, got {listed([*shared])}", Reason.FEATURES)
-    found = np.array([key in shared for key in keys])
-    return found if found.any() else None
-
-
-def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id: Collection[str] = ()) -> int:
-    """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
-
-    Args:
-        tensors: the request. Anything may be in it.
-        keys: what it asks for, in order.
-        shared: which of them come once, bool [keys].
-        by_id: the dense inputs that have a row for each id instead.
-
-    Raises:
-        InvalidRequest: there are too many lengths, or too few.
-    """
-    bags = tensors.lengths.size
-    single = 0 if shared is None else int(np.count_nonzero(shared))
-    each = len(keys) - single
-    if not each and bags == single:
-        others = {*tensors.shared, *by_id}
-        return next((len(rows) for name, rows in tensors.dense.items() if name not in others), 1)
-    samples, left_over = divmod(bags - single, each) if each else (0, 1)
-    if samples < 0 or left_over:
-        alone = f"{single} for the keys that come once, and " if single else ""
-        raise InvalidRequest(
-            f"lengths: expected {alone}a multiple of {each}, one length for each sample of each feature "
-            f"({listed(keys)}), got {bags}",
-            Reason.LENGTHS,
-        )
-    return samples
-
-
-def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
-    """The lengths of a request by key, [B] or [1] each, and they are right.
-
-    Args:
-        tensors: the request.
-        keys: what it asks for, in order.
-
-    Raises:
-        InvalidRequest: there are too many lengths, or too few.
-    """
-    shared = np.array([key in tensors.shared for key in keys])
-    bounds = bag_bounds(len(keys), samples_of(tensors, keys, shared), shared).tolist()
-    lengths: Any = tensors.lengths  # int32: it was encoded
-    return {key: lengths[first:last] for key, (first, last) in zip(keys, pairwise(bounds), strict=True)}
-
-
-def are_alike(requests: Sequence[KjtRequest]) -> bool:
-    """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
-    feature_set, samples = requests[0].feature_set, requests[0].samples
-    return all(
-        each.feature_set is feature_set and each.samples == samples and each.shared is None for each in requests
-    )
-
-
-@lru_cache(_KEPT_ORDERS)
-def features_first(requests: int, features: int) -> Ids:
-    """The segments of requests for the same features, in the order of features: int64 [S]; not to be written to."""
-    order = np.arange(requests * features).reshape(requests, features).T.ravel()
-    order.flags.writeable = False
-    return order
-
-
-def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
-    """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
-    first = requests[0]
-    if len(requests) == 1:
-        return bag_bounds(len(first.feature_set.names), first.samples, first.shared)
-    if are_alike(requests):
-        return _even_bounds(len(requests) * len(first.feature_set.names), first.samples)
-    features = [len(each.feature_set.names) for each in requests]
-    bags = np.array([each.samples for each in requests]).repeat(features)
-    if any(each.shared is not None for each in requests):
-        come_once = [
-            np.zeros(count, np.bool_) if each.shared is None else each.shared
-            for each, count in zip(requests, features, strict=True)
-        ]
-        bags[joined(come_once)] = 1
-    return bounds_of(bags)
-
-
-def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
-    """Where the ids of each of the n `names` start in the values of a request, then N: int64 [n + 1].
-
-    Raises:
-        InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
-    """
-    bags = bag_bounds(len(names), request.samples, request.shared)
-    bounds: Ids = offsets_of(request.lengths)[bags]
-    if bounds.item(-1) == request.values.size:
-        return bounds
-    negative = np.flatnonzero(request.lengths < 0)  # with one of them, lengths never add up
-    if negative.size:
-        position, sample = place_of(int(negative[0]), bags)
-        raise InvalidRequest(
-            f"{request.feature_set.what} {names[position]!r}: expected lengths >= 0, got "
-            f"{request.lengths[negative[0]]} for sample {sample}",
-            Reason.LENGTHS,
-        )
-    raise _wrong_sum(request.feature_set.what, names, bounds, request.values.size)
-
-
-def place_of(bag: int, bounds: Ids) -> tuple[int, int]:
-    """The feature that a bag is of, and its sample.
-
-    Args:
-        bag: its position in the lengths of a request.
-        bounds: see `bag_bounds`.
-    """
-    feature = int(np.searchsorted(bounds, bag, side="right")) - 1
-    return feature, bag - int(bounds[feature])
-
-
-def _wrong_sum(what: str, names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
-    """Name the feature, or `what` it is, whose bags run past the ids, or the last one where ids are left over."""
-    total = bounds[-1]
-    at = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
-    return InvalidRequest(
-        f"{what} {names[at]!r}: expected its bags to take ids "
-        f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
-        Reason.LENGTHS,
-    )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.requests.offsets import bag_bounds, joined, offsets_of, place_of
+from serving.requests.layout import bag_bounds, feature_and_sample
+from serving.requests.offsets import bag_offsets, concatenate
 from serving.requests.types import Ids, KjtRequest, Lengths, Weights
 
 
@@ -32,7 +33,7 @@ def positions_of(request: KjtRequest) -> Ids:
     """The place of each id of a request in the bag that was sent; int64 [N]. Its lengths are right."""
     if request.positions is not None:
         return request.positions
-    return positions_in_bags(request.lengths, offsets_of(request.lengths))
+    return positions_in_bags(request.lengths, bag_offsets(request.lengths))
 
 
 def weights_by_position(
@@ -63,10 +64,10 @@ def weights_by_position(
     if all(request.positions is None for request in requests):
         positions = positions_in_bags(lengths, offsets)
     else:
-        positions = joined([positions_of(request) for request in requests])
-    if (positions >= joined([request.feature_set.longest_bags for request in requests]).repeat(sizes)).any():
+        positions = concatenate([positions_of(request) for request in requests])
+    if (positions >= concatenate([request.feature_set.longest_bags for request in requests]).repeat(sizes)).any():
         raise InvalidRequest("lengths: expected bags as long as their position weights", Reason.LENGTHS)
-    first = joined([request.feature_set.first_weights for request in requests]).repeat(sizes)
+    first = concatenate([request.feature_set.first_weights for request in requests]).repeat(sizes)
     by_position = first >= 0
     counted: Weights = np.ones(positions.size, np.float32) if weights is None else weights.copy()
     counted[by_position] = position_weights[(first + positions)[by_position]]
@@ -84,7 +85,7 @@ def expect_short_bags(request: KjtRequest) -> None:
     too_long = request.lengths > feature_set.longest_bags.repeat(np.diff(bags))
     if too_long.any():
         at = int(np.argmax(too_long))
-        feature, sample = place_of(at, bags)
+        feature, sample = feature_and_sample(at, bags)
         raise InvalidRequest(
             f"feature {feature_set.names[feature]!r}: expected at most {feature_set.longest_bags[feature]} ids in "
             f"a bag, one for each of its position weights, got {request.lengths[at]} for sample {sample}",

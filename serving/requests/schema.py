@@ -1,7 +1,7 @@
 """The features of a bundle, and those that a request asks for: what a request is checked against."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,12 @@ from serving.bundle.scores import DenseInput, DensePart, JaggedKind
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
 from serving.requests.id_maps import IdMaps
+from serving.requests.offsets import index_of_ranges
 
 # Most requests that name features name the same ones. Selections are kept for so many different lists of names.
 _KEPT_SELECTIONS = 1024
+# The fields of a `FeatureSet` that are of the model, or of all of its features.
+_SAME_IN_SUBSETS = frozenset({"id_maps", "position_weights", "what", "default"})
 # What comes before tables and positions there, so that no names of features are equal.
 _TABLES, _POSITIONS = -2, -1
 _NO_ROW = -1
@@ -47,7 +50,8 @@ class FeatureSet:
         keys: the distinct `key_of`, in order: what a request brings ids for.
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
         index: the numbers 0 to F; int64 [F + 1].
-        ends: the column behind each feature's last in an answer; ends with D; int64 [F].
+        ends: the column after the last one of each feature in an answer; ends with D; int64 [F].
+        pooled_columns: an index of the columns of the pooled features in an answer.
     """
 
     names: tuple[str, ...]
@@ -72,6 +76,7 @@ class FeatureSet:
     reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
     ends: npt.NDArray[np.int64] = field(init=False)
+    pooled_columns: slice | npt.NDArray[np.int64] = field(init=False)
     _pooled: "FeatureSet | None" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,8 +86,11 @@ class FeatureSet:
         object.__setattr__(self, "reads", np.array([positions[key] for key in self.key_of]) if is_shared else None)
         object.__setattr__(self, "index", np.arange(len(self.names) + 1))
         object.__setattr__(self, "ends", np.cumsum(self.dims))
-        pooled = self.at(np.flatnonzero(~self.sequence)) if self.sequence.any() else None
+        pooled = self.subset(np.flatnonzero(~self.sequence)) if self.sequence.any() else None
         object.__setattr__(self, "_pooled", pooled)
+        is_pooled = ~self.sequence
+        starts, dims = (self.ends - self.dims)[is_pooled], self.dims[is_pooled]
+        object.__setattr__(self, "pooled_columns", index_of_ranges(starts, dims) if dims.size else slice(0))
 
     @property
     def pooled(self) -> "FeatureSet":
@@ -90,28 +98,18 @@ class FeatureSet:
         # It does not hold itself: what does so stays until the garbage collector looks at all there is.
         return self if self._pooled is None else self._pooled
 
-    def at(self, chosen: npt.NDArray[np.int64]) -> "FeatureSet":
-        """The features at `chosen`, positions in this selection, int64 [n]; in that order."""
-        return FeatureSet(
-            names=tuple(self.names[position] for position in chosen),
-            key_of=tuple(self.key_of[position] for position in chosen),
-            tables=tuple(self.tables[position] for position in chosen),
-            positions=self.positions[chosen],
-            rows=self.rows[chosen],
-            dims=self.dims[chosen],
-            weighted=self.weighted[chosen],
-            zero=self.zero[chosen],
-            default_rows=self.default_rows[chosen],
-            modulo=self.modulo[chosen],
-            id_maps=self.id_maps,
-            maps=self.maps[chosen],
-            position_weights=self.position_weights,
-            first_weights=self.first_weights[chosen],
-            longest_bags=self.longest_bags[chosen],
-            sequence=self.sequence[chosen],
-            default=self.default and np.array_equal(chosen, self.index[:-1]),
-            what=self.what,
-        )
+    def subset(self, indices: npt.NDArray[np.int64]) -> "FeatureSet":
+        """The features at `indices` of this set, int64 [n]; in that order."""
+        chosen: dict[str, Any] = {}
+        for column in fields(self):
+            if not column.init or column.name in _SAME_IN_SUBSETS:
+                continue
+            value = getattr(self, column.name)
+            chosen[column.name] = (
+                tuple(value[index] for index in indices) if isinstance(value, tuple) else value[indices]
+            )
+        default = self.default and np.array_equal(indices, self.index[:-1])
+        return replace(self, **chosen, default=default)
 
     def positions_of(self, other: "FeatureSet") -> npt.NDArray[np.int64]:
         """Where the features of `other` are among these, int64 [features of `other`]. All of them must be."""
@@ -127,14 +125,14 @@ class LookupSchema:
     """The features of a bundle.
 
     Attributes:
-        every: all features, in the manifest's order.
+        all_features: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
         scores: the names of the outputs that are scores. Empty, unless it is a `ScoringSchema`.
         dense_inputs: the dense inputs. Empty, unless it is a `ScoringSchema`.
         by_id: the dense inputs with a row for each id of a key, and the key of each.
     """
 
-    every: FeatureSet
+    all_features: FeatureSet
     weighted: bool
     scores: frozenset[str] = field(init=False, default=frozenset())
     dense_inputs: tuple[DenseInput, ...] = field(init=False, default=())
@@ -143,9 +141,9 @@ class LookupSchema:
     _selections: dict[tuple[str | int, ...] | None, FeatureSet] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        for position, key in enumerate(self.every.key_of):
+        for position, key in enumerate(self.all_features.key_of):
             self._positions.setdefault(key, []).append(position)
-        self._selections[None] = self.every
+        self._selections[None] = self.all_features
 
     def first_of(self, key: str) -> int:
         """The position of the first feature that reads `key`."""
@@ -162,7 +160,7 @@ class LookupSchema:
         wanted = None if keys is None else tuple(keys)
         feature_set = self._selections.get(wanted)
         if feature_set is None:
-            feature_set = self.every.at(np.array(self._find(wanted or ()), np.int64))
+            feature_set = self.all_features.subset(np.array(self._find(wanted or ()), np.int64))
             self._keep(wanted, feature_set)
         return feature_set
 
@@ -177,8 +175,10 @@ class LookupSchema:
         wanted: tuple[str | int, ...] = (_TABLES, *tables)
         feature_set = self._selections.get(wanted)
         if feature_set is None:
-            _expect_names("table", tuple(tables), self.every.tables)
-            first = self.every.at(np.array([self.every.tables.index(name) for name in tables], np.int64))
+            _expect_names("table", tuple(tables), self.all_features.tables)
+            first = self.all_features.subset(
+                np.array([self.all_features.tables.index(name) for name in tables], np.int64)
+            )
             count = len(first.names)
             feature_set = replace(
                 first,
@@ -194,24 +194,24 @@ class LookupSchema:
             self._keep(wanted, feature_set)
         return feature_set
 
-    def at(self, positions: Sequence[int]) -> FeatureSet:
+    def subset(self, positions: Sequence[int]) -> FeatureSet:
         """The features at some positions of the schema, in that order. The same ones give the same object."""
         wanted = (_POSITIONS, *positions)
         feature_set = self._selections.get(wanted)
         if feature_set is None:
-            feature_set = self.every.at(np.array(positions, np.int64))
+            feature_set = self.all_features.subset(np.array(positions, np.int64))
             self._keep(wanted, feature_set)
         return feature_set
 
     def _keep(self, wanted: tuple[str | int, ...] | None, feature_set: FeatureSet) -> None:
         if len(self._selections) >= _KEPT_SELECTIONS:
             self._selections.clear()
-            self._selections[None] = self.every
+            self._selections[None] = self.all_features
         self._selections[wanted] = feature_set
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
         """Positions of the features that read the keys called `names`."""
-        _expect_names("feature", names, self.every.keys)
+        _expect_names("feature", names, self.all_features.keys)
         return [position for name in names for position in self._positions[name]]
 
 
@@ -236,7 +236,7 @@ class ScoringSchema(LookupSchema):
         LookupSchema.__post_init__(self)  # `super()` does not work in dataclasses with slots
         part = self.dense_part
         positions = [
-            self.every.names.index(jagged.name)
+            self.all_features.names.index(jagged.name)
             if jagged.kind is JaggedKind.ROWS
             else self.first_of(part.by_id[jagged.name] if jagged.kind is JaggedKind.NUMBERS else jagged.name)
             for jagged in part.jagged
@@ -246,13 +246,13 @@ class ScoringSchema(LookupSchema):
             for jagged, position in zip(part.jagged, positions, strict=True)
             if jagged.kind is JaggedKind.ROWS
         ]
-        scored_rows = np.isin(self.every.positions, rows)
+        scored_rows = np.isin(self.all_features.positions, rows)
         object.__setattr__(self, "scores", frozenset(output.name for output in part.outputs))
         object.__setattr__(self, "dense_inputs", part.inputs)
         object.__setattr__(self, "by_id", part.by_id)
         object.__setattr__(self, "jagged", tuple(positions))
         object.__setattr__(self, "scored_rows", scored_rows)
-        object.__setattr__(self, "scores_all_rows", np.array_equal(scored_rows, self.every.sequence))
+        object.__setattr__(self, "scores_all_rows", np.array_equal(scored_rows, self.all_features.sequence))
 
 
 def schema_of(manifest: Manifest, id_maps: IdMaps | None) -> LookupSchema:

@@ -1,21 +1,14 @@
-"""Requests as arrays: a class for each step of their way through `serving.requests.kjt`; and their parameters."""
+"""Requests as arrays: as they are sent, accepted and validated. The last step is `serving.requests.batches`."""
 
-import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import InvalidRequest, Reason
 from serving.requests.schema import FeatureSet
 
-# What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
-_NONE = ("{}", "")
-# https://www.w3.org/TR/trace-context/#traceparent-header
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # The inputs of a lookup. Others are dense.
 IDS = ("values", "lengths", "weights")
 # The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
@@ -44,8 +37,7 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 class Tensors:
     """A request as a client sends it. Dtypes and shapes are those of a good request; a bad one may have any.
 
-    What is no tensor travels as a parameter: see `PARAMETERS`. A new option of a lookup is a field here, a line
-    there, and an argument of the clients' methods.
+    Fields that are not tensors travel as parameters (`serving.requests.parameters`).
 
     Attributes:
         features: the features asked for, in the order of the answer; all features of the model where None.
@@ -77,94 +69,6 @@ class Tensors:
     tables: Sequence[str] | None = None
     shared: Collection[str] = ()
     part_of: str | None = None
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",") if text else []
-
-
-def _trace(value: Any) -> str | None:
-    """A `traceparent`; None if it is malformed, as W3C says."""
-    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """A parameter of a ModelInferRequest.
-
-    Attributes:
-        name: its name.
-        kind: the type of its value.
-        expected: the value in words, for messages.
-        read: what the field is for a value.
-        default: what the field is without it. It is not sent then.
-    """
-
-    name: str
-    kind: type = str
-    expected: str = ""
-    read: Callable[[Any], Any] = _as_it_is
-    default: Any = None
-
-
-_LISTED = "comma-separated names"
-# By field of `Tensors`.
-PARAMETERS: Mapping[str, Parameter] = {
-    "features": Parameter(name="features", expected=_LISTED, read=_names),
-    "tables": Parameter(name="tables", expected=_LISTED, read=_names),
-    "shared": Parameter(name="once", expected=_LISTED, read=_names, default=()),
-    "bundle": Parameter(name="bundle", expected="a digest"),
-    "part_of": Parameter(name="part_of", expected="a plan and a host"),
-    "every_host": Parameter(name="every_host", kind=bool, expected="true or false", default=False),
-    "trace": Parameter(name="traceparent", kind=object, read=_trace),
-}
-
-
-def decode_parameters(text: str) -> dict[str, Any]:
-    """Fields of `Tensors`: those that have a parameter.
-
-    Args:
-        text: the parameters as Triton gives them, in JSON.
-
-    Raises:
-        InvalidRequest: a parameter is of another type; names it.
-    """
-    if text in _NONE:
-        return {}
-    said: Mapping[str, Any] = json.loads(text)
-    found: dict[str, Any] = {}
-    for name, parameter in PARAMETERS.items():
-        value = said.get(parameter.name)
-        if value is None:
-            continue
-        if not isinstance(value, parameter.kind):
-            raise InvalidRequest(
-                f"parameter {parameter.name}: expected {parameter.expected}, got {value!r}", Reason.FEATURES
-            )
-        found[name] = parameter.read(value)
-    return found
-
-
-def encode_parameters(tensors: Tensors, into: Any, but: Collection[str] = ()) -> None:
-    """Add the parameters of a request to those of a ModelInferRequest.
-
-    Args:
-        tensors: the request.
-        into: the message's `parameters`.
-        but: fields that need not be sent.
-    """
-    for name, parameter in PARAMETERS.items():
-        value = getattr(tensors, name)
-        if value is None or (parameter.default is not None and not value) or name in but:
-            continue
-        if parameter.kind is bool:
-            into[parameter.name].bool_param = bool(value)
-        else:
-            into[parameter.name].string_param = value if isinstance(value, str) else ",".join(value)
 
 
 @dataclass(eq=False, slots=True)
@@ -200,9 +104,14 @@ class KjtRequest:
     jagged_bytes: int = 0
 
     @property
-    def height(self) -> int:
-        """The rows that it takes of the answer to a batch: B. What comes once is in the first of them."""
+    def bag_count(self) -> int:
+        """The bags of each feature in a batch: B, at least 1 with shared features, whose bag is the first."""
         return self.samples if self.shared is None else max(self.samples, 1)
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether some feature is not pooled."""
+        return self.feature_set.pooled is not self.feature_set
 
 
 @dataclass(eq=False, slots=True)
@@ -226,38 +135,3 @@ class ValidatedRequests:
     offsets: Ids
     bag_bounds: Ids
     id_bounds: Ids
-
-
-@dataclass(eq=False, slots=True)
-class Batch:
-    """What one TBE call answers: R requests as one. For each feature, it has the bags of the first request, then of
-    the second, and so on.
-
-    Attributes:
-        requests: the requests, in the order of their samples [R].
-        selection: every feature that some request asks for.
-        values: ids, feature-major; int64 [N].
-        offsets: where each bag starts in `values`, then N; int64 [F·B + 1].
-        weights: a weight for each id; float32 [N], or None.
-        row_bounds: where bags are rows of sequences: where those of each request start among those of a feature,
-            then their end; int64 [F, R + 1]. None: each request has a bag of a feature for each of its samples.
-        has_pooled: whether a single request's pooled features are beside its sequences, with a bag for each sample.
-        is_once: whether its features come once, so that each request has one sample.
-    """
-
-    requests: Sequence[KjtRequest]
-    feature_set: FeatureSet
-    values: Ids
-    offsets: Ids
-    weights: Weights | None
-    row_bounds: Ids | None = None
-    has_pooled: bool = False
-    is_shared: bool = False
-
-    @property
-    def bounds(self) -> Ids:
-        """Where the bags of each request start among those of each feature, then their end; int64 [F, R + 1]."""
-        if self.row_bounds is not None:
-            return self.row_bounds
-        samples = np.cumsum([0, *(request.height for request in self.requests)])
-        return np.broadcast_to(samples, (len(self.feature_set.names), samples.size))

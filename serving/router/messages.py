@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 from serving.bundle.plan import HostBundle, IdDtype
 from serving.errors import InternalError, shown
 from serving.protocol.messages import ModelInferRequest, ModelInferResponse, path_of
-from serving.requests.types import EMBEDDINGS, PARAMETERS, Ids, Lengths, Weights
+from serving.requests.parameters import PARAMETERS
+from serving.requests.types import EMBEDDINGS, Ids, Lengths, Weights
 
 PartialSums = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 

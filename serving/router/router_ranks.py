@@ -17,7 +17,7 @@ from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weight
 from serving.errors import ServingError
 from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, LostHost, arguments
-from serving.requests.types import Batch
+from serving.requests.batches import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
 from serving.router.host import TRACE, Host, HostCounts, host_of
 from serving.router.hosts_config import HostsConfig, OnShardFailure

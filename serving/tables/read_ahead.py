@@ -15,8 +15,9 @@ import numpy as np
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
-from serving.requests.offsets import joined
-from serving.requests.types import Batch, Ids
+from serving.requests.batches import Batch
+from serving.requests.offsets import concatenate
+from serving.requests.types import Ids
 
 
 class _Shard(NamedTuple):
@@ -76,7 +77,7 @@ class ReadAhead:
                 for page in range(-(-(shard.row_bytes - 1) // mmap.PAGESIZE) + 1):
                     last = np.minimum(begin + page * mmap.PAGESIZE, begin + shard.row_bytes - 1)
                     pages.append(last // mmap.PAGESIZE)
-        return {file: np.unique(joined(pages)) for file, pages in touched.items()}
+        return {file: np.unique(concatenate(pages)) for file, pages in touched.items()}
 
 
 def _close(files: list[int]) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from serving.requests.sequences import JaggedRows
+from serving.requests.answers import JaggedRows
 from tests.docs.test_bundle_spec import WithSequences, collection, positioned, some_request
 from tests.support.bundle_reader import DTYPES, FLOATS, Bags, Reader
 from tests.support.hosts import export_hosts, in_one_process

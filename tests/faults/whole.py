@@ -156,7 +156,7 @@ def damaged_rolled_out(folder: Path, damages: Sequence[tuple[str, Callable[[Path
 SLOW = """
 import time
 from serving.backend import TritonPythonModel
-from serving.lookup.program import DenseProgram
+from serving.lookup.dense_program import DenseProgram
 
 score = DenseProgram.score_all
 

@@ -82,7 +82,10 @@ FAULTS = {
         "accept.accept_dense = lambda inputs, given, samples, shared=(): "
         "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, *each.shape)) for each in inputs]",
     ),
-    "dense inputs are those of a neighbour": ("m", "program.joined = lambda each: np.concatenate(each[::-1])"),
+    "dense inputs are those of a neighbour": (
+        "m",
+        "dense_program.concatenate = lambda each: np.concatenate(each[::-1])",
+    ),
     "scores are answered in the order of the features asked for": (
         "m",
         "reordered = accept._reordered; accept._reordered = lambda request, names, chosen, feature_set: "
@@ -90,12 +93,11 @@ FAULTS = {
     ),
     "what comes once counts for one sample": (
         "m",
-        "program.spread = lambda embeddings, request: embeddings[: request.samples]",
+        "batches.repeat_shared = lambda embeddings, member: embeddings[: member.samples]",
     ),
     "what comes once is answered as if it did not": (
         "rows",
-        "batches_of = batches.batches_of; engine.batches_of = lambda schema, checked: "
-        "[replace(each, is_shared=False) for each in batches_of(schema, checked)]",
+        "batches.SharedBatch.outputs = batches.PooledBatch.outputs",
     ),
     "rows are answered in the order of the tables": (
         "rows",
@@ -104,12 +106,12 @@ FAULTS = {
     ),
     "ids outside a sequence read a row": (
         "rows",
-        "apply = kjt.apply_id_policies; "
-        "kjt.apply_id_policies = lambda request: (replace(apply(request)[0], rowless=None), {})",
+        "apply = validate.apply_id_policies; "
+        "validate.apply_id_policies = lambda request: (replace(apply(request)[0], rowless=None), {})",
     ),
     "requests whose samples would meet are scored together": (
         "meets",
-        "score = program.DenseProgram.score; program.DenseProgram.score = lambda self, *given: "
+        "score = dense_program.DenseProgram.score; dense_program.DenseProgram.score = lambda self, *given: "
         "(setattr(self, 'part', structs.replace(self.part, mixes_samples=False)), score(self, *given))[1]",
     ),
     "a history that comes once counts for one sample": (
@@ -118,7 +120,7 @@ FAULTS = {
     ),
     "histories are those of a neighbour": (
         "reads",
-        "inputs = jagged_inputs.jagged_inputs; program.jagged_inputs = lambda schema, request, rows, number: "
+        "inputs = jagged_inputs.jagged_inputs; dense_program.jagged_inputs = lambda schema, request, rows, number: "
         "inputs(schema, request, rows, 0)",
     ),
     "ids are seen modulo the rows of their table": (
@@ -133,7 +135,7 @@ FAULTS = {
     ),
     "a score by id is answered as if it were by sample": (
         "reads",
-        "rows_at = program._rows_at; program._rows_at = lambda *given: {}",
+        "rows_at = dense_program._rows_at; dense_program._rows_at = lambda *given: {}",
     ),
     "ids of one event may be as many as they like": ("reads", "jagged_inputs._expect_as_many = lambda *_: None"),
     "a bag may have any number of ids": ("reads", "jagged_inputs._expect_length = lambda *_: None"),
@@ -145,9 +147,9 @@ import numpy as np
 from msgspec import structs
 from serving import engine
 from serving.backend import TritonPythonModel
-from serving.lookup import program
+from serving.lookup import dense_program
 from serving.bundle.scores import JaggedKind
-from serving.requests import accept, batches, jagged_inputs, kjt, schema
+from serving.requests import accept, batches, jagged_inputs, schema, validate
 """
 
 

@@ -17,14 +17,14 @@ from serving.backend.answering import Answerer
 from serving.bundle.scores import JaggedInput, JaggedKind
 from serving.engine import Engine
 from serving.errors import InternalError, InvalidRequest
-from serving.lookup import program
-from serving.lookup.program import DenseProgram
+from serving.lookup import dense_program
+from serving.lookup.dense_program import DenseProgram
 from serving.model.settings import ServingSettings
-from serving.requests import sequences as sequences_module
+from serving.requests import merge_sequences as sequences_module
 from serving.requests.accept import accept
-from serving.requests.batches import grouped
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
+from serving.requests.limits import grouped
 from serving.requests.schema import scoring_schema
 from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
@@ -155,7 +155,7 @@ def test_samples_are_scored_some_at_a_time(engine: Engine, fixed: Engine, monkey
         seen.append(len(embeddings))
         return run(self, embeddings, inputs)
 
-    monkeypatch.setattr(program, "SLICE", 3)
+    monkeypatch.setattr(dense_program, "SLICE", 3)
     monkeypatch.setattr(DenseProgram, "_run", spy)
     check(engine, MODULE)
     assert max(seen) == 3, "some were not cut"

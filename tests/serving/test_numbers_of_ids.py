@@ -19,7 +19,7 @@ from serving.bundle.load import open_bundle
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.lookup import program
+from serving.lookup import dense_program
 from serving.model.settings import ServingSettings
 from serving.requests.accept import accept
 from serving.requests.captured import read_captured
@@ -124,7 +124,7 @@ def test_samples_are_scored_some_at_a_time(engine: Engine, monkeypatch: pytest.M
     bags, dense = ask(np.random.default_rng(4), 50)
     right = expected(bags, dense)
     for size in (1, 7, 64):
-        monkeypatch.setattr(program, "SLICE", size)
+        monkeypatch.setattr(dense_program, "SLICE", size)
         assert_right(engine.score(bags, dense), right)
 
 

@@ -20,10 +20,11 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
 from serving.reference import pool
-from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.batches import batches_of, grouped
+from serving.requests.limits import grouped
+from serving.requests.merge import merge_all
 from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
+from serving.requests.validate import validate
 from tests.support import oracle
 from tests.support.commands import tbe_export
 from tests.support.models import Spec, collection, flat, random_bags
@@ -231,7 +232,7 @@ def test_long_sequences_of_several_requests_take_several_calls(tmp_path: Path) -
 def test_nothing_is_looked_up_that_nobody_asked_for(outputs: list[str], looked_up: set[str], tmp_path: Path) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     asked = Tensors(["user_id", "recent"], np.array([1, 2]), np.array([1, 1], np.int32), outputs=outputs)
-    batches = batches_of(engine.schema, kjt.check([accept(engine.schema, asked)]))
+    batches = merge_all(engine.schema, validate([accept(engine.schema, asked)]))
     assert {name for batch in batches for name in batch.feature_set.names} == looked_up
     assert engine.outputs(asked).keys() == set(outputs)
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from serving.requests import kjt
 from serving.requests.accept import accept
 from serving.requests.schema import FeatureSet, LookupSchema
 from serving.requests.types import Tensors, ValidatedRequests
+from serving.requests.validate import validate_each
 
 NAMES = ("a", "b", "c")
 
@@ -25,7 +25,7 @@ def schema(
     weighted: tuple[bool, ...] = (False, False, False),
     sequence: tuple[bool, ...] = (False, False, False),
 ) -> LookupSchema:
-    every = FeatureSet(
+    features = FeatureSet(
         names=NAMES,
         key_of=NAMES,
         tables=("ta", "tb", "tc"),
@@ -44,7 +44,7 @@ def schema(
         sequence=np.array(sequence),
         default=True,
     )
-    return LookupSchema(every, any(weighted))
+    return LookupSchema(features, any(weighted))
 
 
 def ints(*numbers: int) -> Any:
@@ -61,7 +61,7 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
 
 def checked(schema: LookupSchema, *requests: Tensors) -> ValidatedRequests:
     """As the engine does it: all together, and one by one if that fails."""
-    found, _, errors, _ = kjt.check_each([accept(schema, request) for request in requests])
+    found, _, errors, _ = validate_each([accept(schema, request) for request in requests])
     for error in errors.values():
         raise error
     return found

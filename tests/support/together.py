@@ -9,7 +9,7 @@ from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.requests.batches import Limits
+from serving.requests.limits import Limits
 from serving.requests.types import Tensors
 from tests.serving.backend.test_answering import Counter
 

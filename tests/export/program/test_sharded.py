@@ -16,9 +16,10 @@ from serving.bundle.load import weights_path
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
 from serving.lookup.program import load_program
-from serving.requests import kjt
 from serving.requests.accept import accept
+from serving.requests.merge import merge
 from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.validate import validate
 from tests.support import oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
 from tests.support.sharded import sharded
@@ -152,8 +153,8 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
         bags = random_bags(random, MIXED, 3, features, longest=20)
         values, lengths = flat(bags)
         requests.append(Tensors(list(bags), values, lengths))
-    merged = kjt.merge(engine.schema, kjt.check([accept(engine.schema, request) for request in requests]))
-    together = kjt.split(engine.ranks.answer([merged])[0].embeddings, merged)
+    merged = merge(engine.schema, validate([accept(engine.schema, request) for request in requests]))
+    together = merged.unmerge(engine.ranks.answer([merged])[0].embeddings)
     for request, rows in zip(requests, together, strict=True):
         np.testing.assert_array_equal(engine.outputs(request)[EMBEDDINGS].view(np.uint32), rows.view(np.uint32))
 

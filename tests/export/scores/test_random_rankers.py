@@ -14,7 +14,7 @@ from export import ExportConfig, Sharding, export_model
 from serving.bundle.scores import DensePart
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
-from serving.lookup import program
+from serving.lookup import dense_program
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
@@ -38,7 +38,7 @@ def test_random_rankers_are_served_as_they_answer_by_themselves(
     tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank and on several, with ids of some keys once for all samples, and scored some at a time."""
-    monkeypatch.setattr(program, "SLICE", 5)
+    monkeypatch.setattr(dense_program, "SLICE", 5)
     alone = 0
     for seed in range(first, first + EACH):
         module = ranker(seed)

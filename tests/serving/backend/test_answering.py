@@ -20,8 +20,9 @@ from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, 
 from serving.log import Sampled
 from serving.lookup.ranks import BatchAnswer
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
-from serving.requests.batches import Limits
-from serving.requests.types import EMBEDDINGS, Batch, Tensors
+from serving.requests.batches import Batch
+from serving.requests.limits import Limits
+from serving.requests.types import EMBEDDINGS, Tensors
 from tests.support.growth import without_collector
 from tests.support.models import Spec, collection
 

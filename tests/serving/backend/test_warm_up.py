@@ -62,7 +62,7 @@ def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
 RECORD_SCORES = """
 from pathlib import Path
 from serving.backend import TritonPythonModel
-from serving.lookup.program import DenseProgram
+from serving.lookup.dense_program import DenseProgram
 
 score = DenseProgram.score_all
 

@@ -18,8 +18,8 @@ from serving.errors import ConfigurationError
 from serving.lookup import parallel_lookup
 from serving.lookup.threads import Threads
 from serving.requests.accept import accept
+from serving.requests.answers import JaggedRows
 from serving.requests.encoding import encode
-from serving.requests.sequences import JaggedRows
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
 from tests.support.often import one_in
 from tests.support.positioned import LONGEST, positioned

@@ -8,7 +8,8 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from serving.errors import InvalidRequest
-from serving.requests.encoding import decode, encode
+from serving.requests.answers import decode
+from serving.requests.encoding import encode
 
 MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
 LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}

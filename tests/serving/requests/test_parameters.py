@@ -9,7 +9,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.errors import InvalidRequest
-from serving.requests.types import PARAMETERS, Tensors, decode_parameters, encode_parameters
+from serving.requests.parameters import PARAMETERS, decode_parameters, encode_parameters
+from serving.requests.types import Tensors
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -46,8 +46,8 @@ def selections_alive() -> int:
 
 def test_no_names_are_refused_whatever_was_selected_before() -> None:
     one = schema()
-    assert one.at(()).names == ()
-    assert one.at((2, 0)).names == ("c", "a")
+    assert one.subset(()).names == ()
+    assert one.subset((2, 0)).names == ("c", "a")
     for select, said in ((one.select, "features: expected at least one"), (one.select_rows, "tables: expected")):
         with pytest.raises(InvalidRequest, match=said):
             select([])

@@ -10,11 +10,11 @@ import pytest
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.bundle import open_bundle
 from serving.engine import Engine
-from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.batches import batches_of
+from serving.requests.batches import Batch
 from serving.requests.encoding import encode
-from serving.requests.types import Batch
+from serving.requests.merge import merge_all
+from serving.requests.validate import validate
 from serving.tables import memory_budget
 from serving.tables.pages import cached
 from serving.tables.read_ahead import ReadAhead
@@ -39,7 +39,7 @@ SHARDED = {
 
 
 def batch_of(engine: Engine, features: dict[str, list[list[int]]]) -> Batch:
-    (batch,) = batches_of(engine.schema, kjt.check([accept(engine.schema, encode(features, ()))]))
+    (batch,) = merge_all(engine.schema, validate([accept(engine.schema, encode(features, ()))]))
     return batch
 
 

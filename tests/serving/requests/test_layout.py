@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.requests import offsets
+from serving.requests import layout
 from serving.requests.accept import accept
-from serving.requests.offsets import bag_bounds, segment_bounds
+from serving.requests.layout import bag_bounds, segment_bounds
 from serving.requests.types import KjtRequest, Tensors
 from tests.support.requests import NAMES, schema
 
@@ -44,6 +44,6 @@ def test_bounds_that_are_kept_cannot_be_changed() -> None:
 def test_endless_numbers_of_samples_take_no_endless_memory() -> None:
     for samples in range(2000):
         assert bag_bounds(2, samples, None).tolist() == [0, samples, 2 * samples]
-    kept = offsets._even_bounds.cache_info()
+    kept = layout._even_bounds.cache_info()
     assert kept.maxsize is not None
     assert kept.currsize <= kept.maxsize <= 1024

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.model.settings import ServingSettings
-from serving.requests import kjt
 from serving.requests.accept import accept
-from serving.requests.batches import grouped
+from serving.requests.batches import PooledBatch
+from serving.requests.limits import grouped
+from serving.requests.merge import merge
 from serving.requests.schema import LookupSchema
-from serving.requests.types import Batch, Tensors
+from serving.requests.types import Tensors
 from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, schema, tensors
 
 
@@ -51,8 +52,8 @@ def bags_of(features: Sequence[str], request: Any, lengths: Any) -> dict[str, li
     }
 
 
-def batch_of(schema: LookupSchema, every: Sequence[Tensors]) -> Batch:
-    return kjt.merge(schema, checked(schema, *every))
+def batch_of(schema: LookupSchema, every: Sequence[Tensors]) -> PooledBatch:
+    return merge(schema, checked(schema, *every))
 
 
 @given(
@@ -64,7 +65,7 @@ def test_merging_keeps_every_bag(every: list[Tensors]) -> None:
     together = bags_of(batch.feature_set.names, batch, np.diff(batch.offsets))
     assert set(together) == {feature for request in every for feature in request.features or ()}
     start = 0
-    for request, accepted in zip(every, batch.requests, strict=True):
+    for request, accepted in zip(every, batch.members, strict=True):
         alone = bags_of(request.features or (), request, request.lengths)
         for feature, bags in together.items():
             here = bags[start : start + accepted.samples]
@@ -84,7 +85,7 @@ def test_very_many_requests_are_merged_in_their_order() -> None:
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensors]) -> None:
     batch = batch_of(schema(), every)
-    samples = sum(request.samples for request in batch.requests)
+    samples = sum(request.samples for request in batch.members)
     # Each number tells its sample, feature and column.
     columns = [
         100 * NAMES.index(name) + column
@@ -93,7 +94,7 @@ def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensor
     ]
     embeddings = (1000 * np.arange(samples)[:, np.newaxis] + np.array(columns)).astype(np.float32)
     start = 0
-    for request, answer in zip(batch.requests, kjt.split(embeddings, batch), strict=True):
+    for request, answer in zip(batch.members, batch.unmerge(embeddings), strict=True):
         for sample in range(request.samples):
             assert answer[sample].tolist() == [
                 1000 * (start + sample) + 100 * NAMES.index(name) + column
@@ -108,11 +109,11 @@ def test_one_request_is_merged_and_split_without_a_copy() -> None:
     embeddings = np.zeros((1, 6), np.float32)
     batch = batch_of(schema(), [request])
     assert batch.values is request.values
-    assert np.shares_memory(kjt.split(embeddings, batch)[0], embeddings)
+    assert np.shares_memory(batch.unmerge(embeddings)[0], embeddings)
 
 
 def test_requests_of_the_default_order_are_split_into_views() -> None:
     request = tensors(ints(1), lens(1, 0, 0))
     embeddings = np.zeros((2, 6), np.float32)
-    for answer in kjt.split(embeddings, batch_of(schema(), [request, request])):
+    for answer in batch_of(schema(), [request, request]).unmerge(embeddings):
         assert np.shares_memory(answer, embeddings)

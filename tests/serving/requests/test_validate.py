@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
-from serving.requests import kjt
 from serving.requests.accept import accept
+from serving.requests.id_policies import apply_id_policies
 from serving.requests.schema import LookupSchema
 from serving.requests.types import Tensors
+from serving.requests.validate import validate
 from tests.support.requests import NAMES, ROWS, checked, ints, lens, requests, schema, tensors
 
 
@@ -79,7 +80,7 @@ def test_an_id_is_not_compared_with_the_empty_table_in_front_of_its_own() -> Non
 )
 def test_a_refusal_has_the_reason_that_metrics_tell(request_: Tensors, reason: Reason) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        kjt.apply_id_policies(accept(schema(), request_, ServingSettings(max_request_ids=2, max_request_samples=2)))
+        apply_id_policies(accept(schema(), request_, ServingSettings(max_request_ids=2, max_request_samples=2)))
     assert refused.value.reason is reason
 
 
@@ -89,9 +90,9 @@ def test_the_sample_of_a_negative_length_is_named_not_that_of_an_empty_bag() -> 
 
 
 def test_ids_outside_are_counted_for_the_table_and_row_0_may_stand_in() -> None:
-    shared = replace(schema(default_rows=(0, 0, -1)).every, tables=("t", "t", "tc"))
+    shared = replace(schema(default_rows=(0, 0, -1)).all_features, tables=("t", "t", "tc"))
     request = accept(LookupSchema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
-    changed, outside = kjt.apply_id_policies(request)
+    changed, outside = apply_id_policies(request)
     assert changed.values.tolist() == [0, 0, 0]
     assert outside == {"t": 3}
 
@@ -121,10 +122,10 @@ def test_an_unweighted_table_in_a_weighted_model_counts_each_id_once() -> None:
 def test_policy_zero_leaves_ids_out_and_counts_them() -> None:
     values = ints(3, 10, -1, 4, 2**40)
     request = accept(schema(zero=(True, False, True)), tensors(values, lens(2, 1, 0, 1, 1, 0)))
-    changed, outside = kjt.apply_id_policies(request)
+    changed, outside = apply_id_policies(request)
     assert changed.values.tolist() == [3, 4]
     assert changed.lengths.tolist() == [1, 0, 0, 1, 0, 0]
-    assert kjt.check([changed]).id_bounds.tolist() == [0, 1, 2, 2]
+    assert validate([changed]).id_bounds.tolist() == [0, 1, 2, 2]
     assert outside == {"ta": 2, "tc": 1}
     assert values.tolist() == [3, 10, -1, 4, 2**40]
 
@@ -133,7 +134,7 @@ def test_policy_default_row_reads_that_row() -> None:
     weights = np.arange(5, dtype=np.float32)
     values = ints(3, 10, -1, 4, 2**40)
     policies = schema(default_rows=(7, -1, -1), zero=(False, False, True), weighted=(True, True, True))
-    changed, outside = kjt.apply_id_policies(accept(policies, tensors(values, lens(2, 1, 0, 1, 1, 0), weights)))
+    changed, outside = apply_id_policies(accept(policies, tensors(values, lens(2, 1, 0, 1, 1, 0), weights)))
     assert changed.values.tolist() == [3, 7, 7, 4]
     assert changed.lengths.tolist() == [2, 1, 0, 1, 0, 0]
     assert changed.weights is not None
@@ -164,11 +165,11 @@ def test_policy_modulo_makes_a_row_of_every_int64(
         found_in.append([int(id_) % int(height) for id_, height in zip(values, rows, strict=True)])
     before = [request.values.copy() for request in asked]
     accepted = [accept(schema(modulo=modulo), request) for request in asked]
-    assert kjt.check(accepted).values.tolist() == [id_ for each in found_in for id_ in each]
+    assert validate(accepted).values.tolist() == [id_ for each in found_in for id_ in each]
     for request, kept, expected in zip(asked, before, found_in, strict=True):
         np.testing.assert_array_equal(request.values, kept)  # the caller's own
-        changed_by_policies, counts = kjt.apply_id_policies(accept(schema(modulo=modulo), request))
-        assert kjt.check([changed_by_policies]).values.tolist() == expected
+        changed_by_policies, counts = apply_id_policies(accept(schema(modulo=modulo), request))
+        assert validate([changed_by_policies]).values.tolist() == expected
         assert counts == {}
 
 
@@ -215,18 +216,18 @@ def test_checking_together_refuses_exactly_what_is_refused_alone(every: list[tup
     every = [(values, lengths[: 3 * (len(lengths) // 3)]) for values, lengths in every]
     accepted = [accept(schema(), tensors(ints(*values), lens(*lengths))) for values, lengths in every]
     try:
-        kjt.check(accepted)
+        validate(accepted)
         passed = True
     except InvalidRequest:
         passed = False
     assert passed == all(good(*each) for each in every)
     for request, each in zip(accepted, every, strict=True):
         if good(*each):
-            changed, outside = kjt.apply_id_policies(request)
+            changed, outside = apply_id_policies(request)
             assert (changed.values.tolist(), outside) == (each[0], {})
         else:
             with pytest.raises(InvalidRequest):
-                kjt.apply_id_policies(request)
+                apply_id_policies(request)
 
 
 @given(st.lists(requests(), min_size=2, max_size=5), st.data())
@@ -243,7 +244,7 @@ def test_lengths_that_add_up_only_together_are_refused(every: list[Tensors], dat
     hostile[taker], hostile[giver] = replace(every[taker], lengths=longer), replace(every[giver], lengths=shorter)
     accepted = [accept(schema(), request) for request in hostile]
     with pytest.raises(InvalidRequest):
-        kjt.check(accepted)
+        validate(accepted)
     for each in (taker, giver):
         with pytest.raises(InvalidRequest):
-            kjt.apply_id_policies(accepted[each])
+            apply_id_policies(accepted[each])

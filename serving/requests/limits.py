@@ -1,0 +1,106 @@
+"""Limits of a request and of a TBE call.
+
+Requests that are too large together are not refused: they take several TBE calls.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from serving.errors import InvalidRequest, Reason
+from serving.requests.layout import bag_bounds
+from serving.requests.offsets import bounds_of
+from serving.requests.types import SEQUENCES, KjtRequest
+
+
+class Limits(Protocol):
+    """The settings that limit requests, TBE calls and the backlog. Defaults are in `serving.model.settings` only."""
+
+    @property
+    def max_request_ids(self) -> int:
+        """Most ids in a request. A larger one is refused."""
+
+    @property
+    def max_request_samples(self) -> int:
+        """Most samples in a request. A larger one is refused."""
+
+    @property
+    def merged_requests(self) -> int:
+        """Most requests that one TBE call answers."""
+
+    @property
+    def max_call_ids(self) -> int:
+        """Most ids in a TBE call."""
+
+    @property
+    def max_call_samples(self) -> int:
+        """Most samples in a TBE call."""
+
+    @property
+    def max_sequence_bytes(self) -> int:
+        """Most bytes of unpooled rows, as FP32, and of jagged inputs of scores: of a request, and of one group."""
+
+    @property
+    def max_busy_ms(self) -> int:
+        """Load shedding: a request that has waited longer than this, in milliseconds, is refused."""
+
+
+def check_size(ids: int, samples: int, limits: Limits) -> None:
+    """Refuse a request that has more ids or samples than `limits` allow.
+
+    Raises:
+        InvalidRequest: naming the limit, the number in the request, and what to do.
+    """
+    _expect_at_most("ids", ids, limits.max_request_ids, "max-request-ids")
+    _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
+
+
+def check_sequences(request: KjtRequest, limits: Limits) -> None:
+    """Refuse a request whose sequences would take more bytes than `limits` allow. Its lengths may be wrong.
+
+    Raises:
+        InvalidRequest: naming the limit, the bytes that it asks for, and what to do.
+    """
+    _expect_at_most("bytes of sequences", sequence_bytes(request), limits.max_sequence_bytes, "max-sequence-bytes")
+
+
+def sequence_bytes(request: KjtRequest) -> int:
+    """Bytes of the unpooled rows that a request asks for, as FP32, and of the jagged inputs of its scores."""
+    feature_set = request.feature_set
+    if feature_set.pooled is feature_set or SEQUENCES not in request.outputs:
+        return request.jagged_bytes
+    bags = bag_bounds(len(feature_set.names), request.samples, request.shared)
+    ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
+    answered = int(ids[feature_set.sequence] @ feature_set.dims[feature_set.sequence]) * np.dtype(np.float32).itemsize
+    return answered + request.jagged_bytes
+
+
+def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
+    """Divide requests into groups, each for one TBE call.
+
+    Yields:
+        The positions of a group's requests, in order. A request that is too large for a call is a group of its own.
+    """
+    group: list[int] = []
+    ids = samples = row_bytes = 0
+    for position, request in enumerate(requests):
+        ids += request.values.size
+        samples += request.samples
+        row_bytes += (own_row_bytes := sequence_bytes(request))
+        too_large = samples > limits.max_call_samples or row_bytes > limits.max_sequence_bytes
+        if group and (ids > limits.max_call_ids or too_large):
+            yield group
+            group, ids, samples, row_bytes = [], request.values.size, request.samples, own_row_bytes
+        group.append(position)
+    if group:
+        yield group
+
+
+def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
+    if found > limit:
+        raise InvalidRequest(
+            f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
+            f"server's limit raised (`tbe-serve configure --{setting}`)",
+            Reason.SIZE,
+        )
