@@ -41,7 +41,7 @@ from benchmarks.measure import Result, machine
 from benchmarks.quietness import Quietness
 from benchmarks.workload import Workload
 from serving.files import replacing
-from tests.support.ending import end_together
+from tests.support.process_cleanup import end_together
 
 RESULTS = Path(__file__).parent / "results"
 Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from serving.server import Access, Ports, Server, run_server
-from tests.support import unchanged
+from tests.support import mutation_check
 from tests.support.deadlines import no_default_deadlines
-from tests.support.ending import end_together
-from tests.support.reloads import in_a_fresh_process, in_this_process
+from tests.support.process_cleanup import end_together
+from tests.support.reload_process import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
 
 # How fast examples are made and run, others on the machine have a say in. `make test-all` takes the profile `long`.
@@ -26,7 +26,7 @@ settings.load_profile("short")
 # An export makes many objects beside the half million of torch: to go through them less often saves a tenth of the time.
 gc.set_threshold(50_000)
 end_together()
-unchanged.watch()
+mutation_check.watch()
 # Files that wait for servers, some of them for two minutes. They take turns with files that compute, so that neither
 # the processor waits nor all wait for it; the longest begin first.
 LONG_FILES = (

@@ -14,7 +14,7 @@ from benchmarks.peer_workload import PeerWorkload, movielens
 from benchmarks.quietness import Quietness
 from serving.engine import Engine
 from serving.requests.types import EMBEDDINGS
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
 
 ROOT = Path(__file__).parents[2]
 LATEST = ROOT / "benchmarks" / "results" / "latest.json"

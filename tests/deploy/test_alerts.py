@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from export.kubernetes.workloads import prometheus_rule
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "export" / "kubernetes" / "alerts.yaml"

@@ -21,13 +21,13 @@ from serving.bundle import DefaultRow
 from serving.bundle.plan import IdDtype
 from serving.client import JaggedRows
 from serving.engine import Engine
-from tests.support import candidates
+from tests.support import candidate_model
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
-from tests.support.histories import random_histories, with_histories
-from tests.support.managed import bags_of, behind, dealt, mch, trained, zch
+from tests.support.history_model import random_histories, with_histories
+from tests.support.managed_collision import bags_of, behind, dealt, mch, trained, zch
 from tests.support.ranker import ranker
-from tests.support.scored import EXACT
-from tests.support.sequences import Mixed
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import Mixed
 
 
 def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
@@ -239,10 +239,10 @@ def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_path: Path) -> None:
-    bundle = export_model(candidates.MODULE, tmp_path / "r", "m", EXACT, example=candidates.example())
+    bundle = export_model(candidate_model.MODULE, tmp_path / "r", "m", EXACT, example=candidate_model.example())
     reader = Reader(bundle)
     for samples in (1, 5):
-        bags, dense = candidates.ask(np.random.default_rng(samples), samples)
+        bags, dense = candidate_model.ask(np.random.default_rng(samples), samples)
         flat = {
             name: rows if name == "session.now" else [row for bag in rows for row in bag]
             for name, rows in dense.items()
@@ -250,7 +250,7 @@ def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_
         flat["session.paid"] = np.reshape(flat["session.paid"], (-1, 2))
         with torch.no_grad():
             found = reader.score(bags, flat)
-        candidates.assert_right(found, candidates.expected(bags, dense))
+        candidate_model.assert_right(found, candidate_model.expected(bags, dense))
     config = (bundle.parent / "config.pbtxt").read_text()
     assert reader.digest("schema_digest") in config
     names = [

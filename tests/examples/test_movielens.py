@@ -70,7 +70,7 @@ def test_taking_samples_takes_their_bags() -> None:
 # A third of the training, and no fresh process for each export, for `make test`.
 BRIEF = """
 from examples.movielens import demo, train
-from tests.support.reloads import in_this_process
+from tests.support.reload_process import in_this_process
 train.EPOCHS = 1
 with in_this_process():
     demo.main()

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> "Engine":
     """`MIXED` on one rank."""
-    from tests.support.sharded import sharded
+    from tests.support.sharded_exports import sharded
 
     return sharded(tmp_path_factory.mktemp("one"))

@@ -28,7 +28,7 @@ from serving.model.settings import ServingSettings
 from tests.support.hosts import MODEL, edit_manifest, in_one_process
 from tests.support.models import MIXED, Spec, collection
 from tests.support.oracle import exported_table
-from tests.support.sharded import DTYPES
+from tests.support.sharded_exports import DTYPES
 
 TYPES = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "word": "table_row_wise"}
 CONFIG = ExportConfig(

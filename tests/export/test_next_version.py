@@ -43,9 +43,9 @@ from serving.model.settings import ServingSettings
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
 from tests.support.hosts import MODEL, edit_manifest, export_hosts
-from tests.support.live import changed_rows
-from tests.support.managed import dealt
+from tests.support.managed_collision import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+from tests.support.mutable_tables import changed_rows
 from tests.support.ranker import Ranker, ranker
 
 CONFIG = ExportConfig(

@@ -15,7 +15,7 @@ from export.config import Progress
 from export.errors import PublishError
 from export.parity.limits import check_parity
 from serving.bundle.load import open_bundle
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import MIXED, MIXED_CONFIG, Spec, collection
 
 

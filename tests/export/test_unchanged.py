@@ -1,4 +1,4 @@
-"""Exports leave the caller's model alone; `tests.support.unchanged` looks at that in every test that exports."""
+"""Exports leave the caller's model alone; `tests.support.mutation_check` looks at that in every test that exports."""
 
 import inspect
 import threading
@@ -19,8 +19,8 @@ from export.errors import ExportError, ModelError
 from export.pipeline import plan_model
 from serving.engine import Engine
 from tests.support.models import SUM, collection
-from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
-from tests.support.unchanged import EXPORTS, _state, assert_example_unchanged, assert_unchanged, example_state
+from tests.support.mutation_check import EXPORTS, _state, assert_example_unchanged, assert_unchanged, example_state
+from tests.support.scored_models import EXACT, WIDTH, even, own_scores, random_request
 
 
 class Tied(nn.Module):

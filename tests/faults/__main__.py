@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
 from tests.faults.hosts import machines
-from tests.support.ending import end_together
+from tests.support.process_cleanup import end_together
 
 IDS = 237_000_000  # 1.9 GB
 

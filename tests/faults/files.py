@@ -11,7 +11,7 @@ from serving.bundle.load import open_bundle, verify_digests
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.faults.tools import Oracle, publish, python
-from tests.support.often import BREATH_S
+from tests.support.long_cases import BREATH_S
 from tests.support.servers import running, stubs
 
 WEIGHTS = "weights.0.bin"
@@ -97,7 +97,7 @@ PUBLISH = """
 import sys
 from export import export_model
 from tests.support.models import SUM, collection
-from tests.support.reloads import in_this_process
+from tests.support.reload_process import in_this_process
 with in_this_process():
     for _ in range(int(sys.argv[2])):
         print(export_model(collection(SUM), sys.argv[1], "m"))

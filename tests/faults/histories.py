@@ -21,8 +21,8 @@ from serving.errors import ServingError
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import random_bags
-from tests.support.scored import EXACT
-from tests.support.sequences import SPECS, Mixed, kjt_of
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import SPECS, Mixed, kjt_of
 from tests.support.servers import supervised
 
 # Scores may be rounded otherwise where requests are merged.

@@ -12,10 +12,10 @@ from typing import Any
 
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
+from tests.support.broken_http2 import WIRES, Wire, serve_http2
+from tests.support.fake_hosts import BEHAVIOURS, Behaviour, fake_hosts, honest
 from tests.support.host_faults import EVERY, SPECS, bags, export_version, open_plan, same, until
 from tests.support.hosts import MODEL, configure, only
-from tests.support.lying_hosts import LIES, Lie, lying_hosts, truth
-from tests.support.lying_wires import WIRES, Wire, on_the_wire
 from tests.support.relay import Relay
 from tests.support.servers import running
 
@@ -72,7 +72,7 @@ def lied(folder: Path, times: int) -> Seen:
     on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
     kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
     with ExitStack() as stack:
-        hosts = stack.enter_context(lying_hosts(version.bundle))
+        hosts = stack.enter_context(fake_hosts(version.bundle))
         liar = hosts[number]
         relay = stack.enter_context(Relay(liar.address))
         own = only(version.bundle.parent.parent, [MODEL], folder / "router")
@@ -122,23 +122,23 @@ def lied(folder: Path, times: int) -> Seen:
 
             until(is_well, "the router answers")
 
-        def tell(lie: Lie) -> Seen:
-            liar.lie = lie
+        def tell(lie: Behaviour) -> Seen:
+            liar.behaviour = lie
             told = Seen(lies=1)
             list(pool.map(partial(ask, told), range(CALLERS)))
-            liar.lie = truth
+            liar.behaviour = honest
             return told
 
         def break_off(does: Wire) -> Seen:
             told = Seen(lies=1)
-            with on_the_wire(does, b"an answer") as address:
+            with serve_http2(does, b"an answer") as address:
                 relay.turn(address)
                 list(pool.map(partial(ask, told, is_relayed=True), range(CALLERS)))
             relay.turn(liar.address)
             return told
 
         for each in (
-            *(partial(tell, lie) for lie, _ in LIES.values()),
+            *(partial(tell, lie) for lie, _ in BEHAVIOURS.values()),
             *(partial(break_off, on) for on in WIRES.values()),
         ):
             until_well()

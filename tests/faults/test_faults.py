@@ -9,8 +9,8 @@ import pytest
 
 from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
-from tests.support.growth import keeps_growing
-from tests.support.often import one_in
+from tests.support.leak_check import keeps_growing
+from tests.support.long_cases import one_in
 
 LOADS = [
     pytest.param(published, id="lookups"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.faults import memory, whole
-from tests.support.growth import keeps_growing
+from tests.support.leak_check import keeps_growing
 
 
 @pytest.mark.promise(

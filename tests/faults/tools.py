@@ -16,8 +16,8 @@ from export import export_model
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
+from tests.support.long_cases import BREATH_S
 from tests.support.models import SUM, collection, random_bags
-from tests.support.often import BREATH_S
 
 Bags = dict[str, Any]
 PATIENCE_S = 120

@@ -16,8 +16,8 @@ from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.model.settings import ServingSettings
 from tests.faults.tools import asking, wait_until_all_are_answered
+from tests.support.raw_id_ranker import DENSE, Whole, random_whole
 from tests.support.servers import replace_model_py, running, tbe_serve
-from tests.support.whole import DENSE, Whole, random_whole
 
 CONFIG = ExportConfig(scores=True)
 # Scores may be rounded otherwise where requests are merged.

@@ -13,7 +13,7 @@ from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.operations import fuzz_operations
 from tests.fuzz.run import fuzz
 from tests.fuzz.served import deltas, publish
-from tests.support.ending import end_together
+from tests.support.process_cleanup import end_together
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--count", type=int, default=100_000)

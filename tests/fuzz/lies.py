@@ -19,8 +19,8 @@ from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from serving.requests.types import EMBEDDINGS, Tensors
 from serving.router.hosts_config import HostsConfig
+from tests.support.fake_hosts import BEHAVIOURS, Behaviour, FakeHost, fake_hosts, honest
 from tests.support.host_faults import EVERY, SPECS, Version, bags, export_version, open_plan
-from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth
 
 TOGETHER = 4
 # A lie that keeps a call waiting is one of the faults, not one of these.
@@ -100,31 +100,36 @@ def fuzz_hosts(folder: Path, count: int, seed: int = 0) -> Outcome:
     with _opened(folder) as (version, engine, liar, number):
         on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
         kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
-        catalog = [lie for name, (lie, _) in LIES.items() if "200 MB" not in name]
+        catalog = [lie for name, (lie, _) in BEHAVIOURS.items() if "200 MB" not in name]
         while outcome.lies < count and len(outcome.wrong) < 10:
             mangled = Mangled(random)
-            liar.lie = mangled if random.random() < 0.8 else catalog[int(random.integers(len(catalog)))]
+            liar.behaviour = mangled if random.random() < 0.8 else catalog[int(random.integers(len(catalog)))]
             features = [EVERY if random.random() < 0.5 else kept for _ in range(TOGETHER)]
             features[0] = EVERY
             asked = [encode(bags(each, int(random.integers(1000))), ()) for each in features]
-            _judge(version, engine, asked, [each is EVERY for each in features], liar.lie, outcome)
+            _judge(version, engine, asked, [each is EVERY for each in features], liar.behaviour, outcome)
             outcome.lies += 1
-        liar.lie = truth
+        liar.behaviour = honest
     return outcome
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[tuple[Version, Engine, LyingHost, int]]:
+def _opened(folder: Path) -> Iterator[tuple[Version, Engine, FakeHost, int]]:
     version = export_version(folder, 1)
     (number,) = open_plan(version)["blank"]
-    with lying_hosts(version.bundle) as hosts:
+    with fake_hosts(version.bundle) as hosts:
         addresses = {host: each.address for host, each in hosts.items()}
         with Engine.open(version.bundle, HostsConfig(addresses=addresses, timeout_s=TIMEOUT_S)) as engine:
             yield version, engine, hosts[number], number
 
 
 def _judge(
-    version: Version, engine: Engine, asked: list[Tensors], needs: list[bool], lie: Lie | Mangled, outcome: Outcome
+    version: Version,
+    engine: Engine,
+    asked: list[Tensors],
+    needs: list[bool],
+    lie: Behaviour | Mangled,
+    outcome: Outcome,
 ) -> None:
     outcomes = engine.answer([accept(engine.schema, each) for each in asked]).outcomes()
     for tensors, needed, found in zip(asked, needs, outcomes, strict=True):

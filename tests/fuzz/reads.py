@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.answers import Answer, Bags, Doubles, histories
 from tests.fuzz.contract import Dense
-from tests.support.histories import sums
+from tests.support.history_model import sums
 
 TYPED = {
     "price": Dense("FP32", (2, 2)),

@@ -17,11 +17,11 @@ from serving.model.settings import ServingSettings
 from tests.fuzz.answers import Feature
 from tests.fuzz.contract import Dense, Model, Scores
 from tests.fuzz.reads import FIXED, JAGGED, OUTPUTS, TOGETHER, TYPED, Reads
-from tests.support.live import changing_nothing
+from tests.support.handwritten_dense_part import with_dense_part
 from tests.support.models import MIXED, Spec, float_tables
-from tests.support.own_dense_part import with_dense_part
-from tests.support.sequences import POOLED, ROWS, Mixed
-from tests.support.whole import DENSE, RAW, Meeting, Whole
+from tests.support.mutable_tables import changing_nothing
+from tests.support.raw_id_ranker import DENSE, RAW, Meeting, Whole
+from tests.support.sequence_models import POOLED, ROWS, Mixed
 
 MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES = 50_000, 5_000, 500_000
 PLAIN: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "modulo", "word": 3}

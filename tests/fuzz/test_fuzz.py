@@ -19,8 +19,8 @@ from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.operations import fuzz_operations
 from tests.fuzz.run import DIED, LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import deltas, publish
-from tests.support.growth import keeps_growing
 from tests.support.hosts import only
+from tests.support.leak_check import keeps_growing
 from tests.support.servers import FREE, metric, replace_model_py
 
 COUNT = 2_000

@@ -7,7 +7,7 @@ from torchrec import KeyedJaggedTensor
 from tests.models.inputs import DIM, POOLED, ROWS, NamedModel, ids, of, positional
 from tests.models.sequences import LONGEST, Rows, not_empty, seen
 from tests.support.models import collection
-from tests.support.sequences import sequences
+from tests.support.sequence_models import sequences
 
 
 class OfTarget(Rows):

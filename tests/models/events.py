@@ -10,7 +10,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.models.inputs import DIM, ROWS, Example, NamedModel, ids, numbers, of
 from tests.models.sequences import LONGEST, Rows
-from tests.support.sequences import sequences
+from tests.support.sequence_models import sequences
 
 ACTIONS = 7
 # Seconds since 1970: no float32 has them all.

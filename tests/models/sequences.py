@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.models.inputs import DIM, POOLED, ROWS, WIDTH, Example, NamedModel, dense, ids, numbers, of, positional
-from tests.support.managed import behind, mch, trained
-from tests.support.managed import kjt_of as kjt_of_raw
+from tests.support.managed_collision import behind, mch, trained
+from tests.support.managed_collision import kjt_of as kjt_of_raw
 from tests.support.models import Spec, collection
-from tests.support.sequences import sequences
+from tests.support.sequence_models import sequences
 
 LONGEST = 6
 RAW = (Spec("page", 40, DIM, "NONE", ("pages",)),)

@@ -20,11 +20,11 @@ from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
 from tests.models.keys import ORDER
 from tests.models.registry import MODELS, REFUSED, SERVED, call, example_of, module_of
-from tests.support.asked import Numbers, answered, asked, assert_close, column_of
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
+from tests.support.module_calls import Numbers, answer_of_call, assert_close, column_of, request_of_call
 from tests.support.on_gpu import GPU, sent, to_gpu
 from tests.support.oracle import exported_table
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
 SQUEEZED = ("squeezed_answer", "values_and_lengths")
@@ -134,7 +134,7 @@ def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]
         example = example_of(name, samples, seed=7)
         features, tensors = request_of(name, module, example)
         dense = {each.name: tensors[each.name] for each in inputs}
-        right = answered(module, example)
+        right = answer_of_call(module, example)
         if name in SQUEEZED and samples == 1:
             right = {each: numbers[np.newaxis] for each, numbers in right.items()}
         right = {each: np.moveaxis(right[each], 1, 0) if (name, each) in MOVED else right[each] for each in right}
@@ -152,7 +152,7 @@ def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]
 
 def request_of(name: str, module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
     """The features of an example, and its tensors by their path."""
-    features, tensors = asked(module, example)
+    features, tensors = request_of_call(module, example)
     keys = {key for each in module.modules() for key in features_of(each)}
     if name in TENSORS:
         features = TENSORS[name](tensors)

@@ -17,8 +17,8 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from serving.client import LookupClient
 from serving.server import Server
 from tests.support import oracle
+from tests.support.long_cases import one_in
 from tests.support.models import MIXED, Bags, flat, random_bags, table_of
-from tests.support.often import one_in
 
 CLIENTS = Path(__file__).parent
 

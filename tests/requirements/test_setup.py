@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 LOCKS = sorted(REQUIREMENTS.glob("*.txt"))

@@ -49,8 +49,8 @@ from tests.support.commands import tbe_export
 from tests.support.deltas import listed
 from tests.support.host_faults import until
 from tests.support.hosts import export_hosts, in_one_process
-from tests.support.live import PATIENCE_S, changed_rows, published, wait_until_applied
 from tests.support.models import SUM, collection, random_bags
+from tests.support.mutable_tables import PATIENCE_S, changed_rows, published, wait_until_applied
 from tests.support.s3 import BUCKET, S3, s3_server
 from tests.support.servers import FREE_PORTS, metric, page, running, scrape, start_tbe_serve, tbe_serve
 

@@ -23,10 +23,10 @@ from serving.model.settings import ServingSettings
 from serving.requests.captured import read_captured
 from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
+from tests.support.handwritten_dense_part import with_dense_part
 from tests.support.host_faults import until
 from tests.support.models import SUM, collection, flat, random_bags
-from tests.support.own_dense_part import with_dense_part
-from tests.support.sequences import FP32, kjt_of
+from tests.support.sequence_models import FP32, kjt_of
 from tests.support.servers import Running, at_once, running, tbe_serve
 
 INPUTS = (

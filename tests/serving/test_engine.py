@@ -26,9 +26,9 @@ from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from serving.requests.types import EMBEDDINGS
 from tests.support import oracle
-from tests.support.growth import without_collector
+from tests.support.leak_check import without_collector
+from tests.support.long_cases import one_in
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
-from tests.support.often import one_in
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from serving.model.settings import ServingSettings
 from serving.requests.captured import read_captured
 from serving.server.run_file import find_run_file
 from tests.support.models import SUM, collection
-from tests.support.no_files import KINDS, endless, link, listener, pipe, put
+from tests.support.special_files import KINDS, endless, link, listener, pipe, put
 
 
 @pytest.fixture(scope="module")

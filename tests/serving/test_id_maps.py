@@ -18,7 +18,7 @@ from serving.bundle.manifest import Capability
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
-from tests.support.managed import (
+from tests.support.managed_collision import (
     KEYS,
     POLICIES,
     ROWS,

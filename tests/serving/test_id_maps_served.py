@@ -20,10 +20,10 @@ from serving.errors import InvalidRequest
 from tests.serving.test_id_maps import BOTH, FP32
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.long_cases import one_in
 from tests.support.lookups import lookup_async
-from tests.support.managed import KEYS, assert_equal, assert_right, bags_of, managed, right
+from tests.support.managed_collision import KEYS, assert_equal, assert_right, bags_of, managed, right
 from tests.support.models import Bags, Spec
-from tests.support.often import one_in
 from tests.support.servers import at_once, metric, running
 
 

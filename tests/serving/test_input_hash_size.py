@@ -25,12 +25,23 @@ from serving.engine import Engine
 from serving.errors import BundleError, IdsOutside, InternalError, InvalidRequest
 from serving.requests.id_maps import IdMaps, known_of_keys
 from tests.serving.test_id_maps import FP32
+from tests.support.checkpoint_files import save_dcp
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.managed import assert_equal, assert_right, behind, dealt, fill, managed, mch, right, undealt, zch
+from tests.support.long_cases import one_in
+from tests.support.managed_collision import (
+    assert_equal,
+    assert_right,
+    behind,
+    dealt,
+    fill,
+    managed,
+    mch,
+    right,
+    undealt,
+    zch,
+)
 from tests.support.models import Spec
-from tests.support.often import one_in
-from tests.support.saved import save_dcp
 from tests.support.servers import at_once, metric, running
 
 LARGEST = 2**63 - 1
@@ -179,7 +190,7 @@ def test_every_command(tmp_path: Path) -> None:
     assert Capability.INPUT_HASH_SIZE in manifest.requires
     assert tbe_export("verify", str(bundle)).exit_code == 0
     torch.save(module.state_dict(), tmp_path / "w.pt")
-    given_both = ("--model", "tests.support.managed:undealt", "--checkpoint", str(tmp_path / "w.pt"))
+    given_both = ("--model", "tests.support.managed_collision:undealt", "--checkpoint", str(tmp_path / "w.pt"))
     assert tbe_export("verify", str(bundle), *given_both).exit_code == 0
     shown = " ".join(tbe_export("inspect", str(bundle)).stdout.split())
     assert "known·h" in shown

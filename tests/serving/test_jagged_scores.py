@@ -28,7 +28,8 @@ from serving.requests.limits import grouped
 from serving.requests.schema import scoring_schema
 from serving.requests.types import Tensors
 from tests.support.commands import tbe_export
-from tests.support.histories import (
+from tests.support.handwritten_dense_part import with_dense_part
+from tests.support.history_model import (
     INPUTS,
     JAGGED,
     OUTPUTS,
@@ -40,11 +41,10 @@ from tests.support.histories import (
     sums,
     with_histories,
 )
-from tests.support.managed import behind, mch, trained
-from tests.support.managed import kjt_of as raw_kjt_of
+from tests.support.managed_collision import behind, mch, trained
+from tests.support.managed_collision import kjt_of as raw_kjt_of
 from tests.support.models import Spec, collection
-from tests.support.own_dense_part import with_dense_part
-from tests.support.sequences import FP32, POOLED, Mixed, sequences
+from tests.support.sequence_models import FP32, POOLED, Mixed, sequences
 
 MODULE = Mixed()
 

@@ -19,9 +19,9 @@ from serving.engine import Engine
 from serving.errors import HostUnavailable, InvalidRequest, ServerUnavailable
 from serving.model.settings import ServingSettings
 from serving.router.hosts_config import OnShardFailure
-from tests.support.histories import assert_scores, expected, random_histories, with_histories
+from tests.support.history_model import assert_scores, expected, random_histories, with_histories
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.sequences import FP32, Mixed, assert_mixed
+from tests.support.sequence_models import FP32, Mixed, assert_mixed
 from tests.support.servers import Running, at_once, lose, metric, running, tbe_serve
 
 MODULE = Mixed()

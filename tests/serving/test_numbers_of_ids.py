@@ -25,12 +25,12 @@ from serving.requests.accept import accept
 from serving.requests.captured import read_captured
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from tests.support.candidates import MODULE, NOW, Asked, ask, assert_right, example, expected
+from tests.support.candidate_model import MODULE, NOW, Asked, ask, assert_right, example, expected
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.scored import EXACT
-from tests.support.sequences import kjt_of
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import kjt_of
 from tests.support.servers import Running, at_once, running, tbe_serve
 
 
@@ -244,8 +244,8 @@ def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle:
 
 
 def test_a_published_bundle_is_verified_with_its_example(bundle: Path) -> None:
-    model = "tests.support.candidates:build"
-    example_of = "tests.support.candidates:example"
+    model = "tests.support.candidate_model:build"
+    example_of = "tests.support.candidate_model:example"
     done = tbe_export("verify", str(bundle), "--model", model, "--example", example_of)
     assert done.exit_code == 0, done.output
     assert tbe_export("verify", str(bundle)).exit_code == 0

@@ -16,14 +16,14 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Tensors
-from tests.support.managed import KEYS, bags_of, managed
+from tests.support.managed_collision import KEYS, bags_of, managed
+from tests.support.merged_answers import merged_answers
 from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
-from tests.support.positioned import LONGEST, positioned
-from tests.support.positioned import SPECS as POSITIONED
-from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, two_tower
-from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
+from tests.support.position_weights import LONGEST, positioned
+from tests.support.position_weights import SPECS as POSITIONED
+from tests.support.scored_models import EXACT, Centred, dlrm_dcn, own_scores, random_request, two_tower
+from tests.support.sequence_models import POOLED, ROWS, Mixed, kjt_of
 from tests.support.shared import assert_scores, pairs, repeated
-from tests.support.together import answers_of
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 SHARDED = Sharding(
@@ -120,7 +120,9 @@ def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tm
         bags = {key: user[key] if key in shared else items[key] for key in keys}
         asked.append((bags, shared, 1 if len(shared) == len(keys) else samples))
     requests = [request_of(bags, shared, engine.schema.weighted) for bags, shared, _ in asked]
-    for (bags, shared, samples), request, outcome in zip(asked, requests, answers_of(bundle, requests), strict=True):
+    for (bags, shared, samples), request, outcome in zip(
+        asked, requests, merged_answers(bundle, requests), strict=True
+    ):
         expected, alone = outputs_of_pairs(engine, bags, shared, samples), engine.outputs(request)
         assert outcome.keys() == alone.keys() == expected.keys()
         for output, numbers in expected.items():
@@ -204,7 +206,7 @@ def test_limits_count_what_comes_once_once(mixed: Path) -> None:
         request_of(each, ["recent"], False)
         for each in (bags, {**bags, "recent": [[1] * 5]}, {**bags, "user_id": [[1]] * 4})
     )
-    outcomes = answers_of(mixed, [fits, too_long, too_many], limits)
+    outcomes = merged_answers(mixed, [fits, too_long, too_many], limits)
     assert outcomes[0][SEQUENCES].size == 4 * 32
     assert "bytes of sequences: expected at most 512 in a request, got 640" in str(outcomes[1])
     assert "samples: expected at most 3 in a request, got 4" in str(outcomes[2])

@@ -10,7 +10,7 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.scored import ON_HOSTS, trained, two_tower
+from tests.support.scored_models import ON_HOSTS, trained, two_tower
 from tests.support.servers import lose
 from tests.support.shared import assert_scores, pairs, repeated
 

@@ -19,8 +19,8 @@ from serving.model.config_file import read_config, write_config
 from serving.server import Server, run_server
 from tests.serving.test_once import FP32
 from tests.support.models import Bags, flat, random_bags
-from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained
-from tests.support.sequences import POOLED, ROWS, Mixed
+from tests.support.scored_models import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained
+from tests.support.sequence_models import POOLED, ROWS, Mixed
 from tests.support.servers import FREE, at_once, tbe_serve
 from tests.support.shared import assert_scores, pairs, repeated
 

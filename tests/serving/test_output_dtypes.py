@@ -28,7 +28,7 @@ from tests.support.bundle_reader import Reader
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, fleet
 from tests.support.models import Spec, collection, flat
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 from tests.support.servers import Running, at_once, metric, running, tbe_serve
 
 KEY = "film"

@@ -23,7 +23,7 @@ from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.lookups import lookup_async
 from tests.support.models import Bags, Spec, collection, flat
-from tests.support.positioned import LONGEST, positioned
+from tests.support.position_weights import LONGEST, positioned
 from tests.support.servers import at_once, metric, running
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})

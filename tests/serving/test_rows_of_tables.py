@@ -12,8 +12,8 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.requests.types import Tensors
 from tests.support.models import Spec, collection
-from tests.support.positioned import positioned
-from tests.support.sequences import FP32, ROWS, Mixed, sequences
+from tests.support.position_weights import positioned
+from tests.support.sequence_models import FP32, ROWS, Mixed, sequences
 
 
 @pytest.mark.parametrize("kind", ["SUM", "MEAN", "weighted", "positioned", "NONE"])

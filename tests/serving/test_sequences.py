@@ -27,9 +27,9 @@ from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
 from serving.requests.validate import validate
 from tests.support import oracle
 from tests.support.commands import tbe_export
+from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection, flat, random_bags
-from tests.support.sequences import FP32, ROWS, SPECS, Mixed, assert_rows, kjt_of, sequences
-from tests.support.together import answers_of
+from tests.support.sequence_models import FP32, ROWS, SPECS, Mixed, assert_rows, kjt_of, sequences
 
 
 @given(data=st.data())
@@ -194,7 +194,7 @@ def test_merged_requests_are_answered_as_alone(longest: int, tmp_path: Path) -> 
         asked[number] = replace(asked[number], outputs=outputs)
     asked.append(Tensors(None, np.arange(5), np.array([3, 2], np.int32), tables=["genre", "item"]))
     bad = Tensors(["words"], np.array([1, 1000]), np.array([2], np.int32))
-    outcomes = answers_of(bundle, [*asked, bad])
+    outcomes = merged_answers(bundle, [*asked, bad])
     assert isinstance(outcomes[-1], IdsOutside)
     engine = Engine.open(bundle)
     for request, outcome in zip(asked, outcomes, strict=False):
@@ -215,7 +215,7 @@ def test_long_sequences_of_several_requests_take_several_calls(tmp_path: Path) -
     random = np.random.default_rng(2)
     asked = [random.integers(-1, 300, size) for size in (20_000, 30_000, 0, 25_000)]
     requests = [Tensors(["recent"], ids, np.array([ids.size], np.int32)) for ids in asked]
-    for ids, outcome in zip(asked, answers_of(bundle, requests), strict=True):
+    for ids, outcome in zip(asked, merged_answers(bundle, requests), strict=True):
         expected = np.where(ids[:, np.newaxis] < 0, 0, items[ids])
         np.testing.assert_array_equal(outcome[SEQUENCES].reshape(-1, 32), expected)
 
@@ -248,7 +248,7 @@ def test_an_answer_that_is_too_large_is_refused_before_anything_is_looked_up(tmp
     pooled = Tensors(["user_id"], np.zeros(500, np.int64), np.array([500], np.int32))
     rows = Tensors(None, np.zeros(11, np.int64), np.array([11], np.int32), tables=["item"])
     many = [asked(10), asked(11), asked(3, said=2**31 - 1), asked(9), asked(500, outputs=[EMBEDDINGS]), pooled, rows]
-    outcomes = answers_of(bundle, many, least)
+    outcomes = merged_answers(bundle, many, least)
     for refused, size in ((outcomes[1], 11 * 128), (outcomes[2], (2**31 - 1) * 128), (outcomes[6], 11 * 128)):
         assert isinstance(refused, InvalidRequest)
         assert refused.reason is Reason.SIZE

@@ -20,7 +20,7 @@ from serving.router.calls import HostCall, HostCallers
 from serving.router.hosts_config import OnShardFailure
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import random_bags
-from tests.support.sequences import FP32, SPECS, Mixed, assert_mixed, check_together
+from tests.support.sequence_models import FP32, SPECS, Mixed, assert_mixed, check_together
 from tests.support.servers import at_once, lose
 
 

@@ -18,7 +18,7 @@ from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
 from tests.support.host_faults import until
 from tests.support.models import collection, random_bags
-from tests.support.sequences import (
+from tests.support.sequence_models import (
     FP32,
     POOLED,
     SPECS,

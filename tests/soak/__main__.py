@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.soak.overload import overload
 from tests.soak.served import fresh, lookups, scores
 from tests.soak.soak import soak
-from tests.support.ending import end_together
+from tests.support.process_cleanup import end_together
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seconds", type=float, default=1800)

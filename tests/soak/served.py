@@ -13,8 +13,8 @@ from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
 from tests.models.registry import example_of, module_of
-from tests.support.live import changing_nothing
 from tests.support.models import Spec, collection
+from tests.support.mutable_tables import changing_nothing
 from tests.support.servers import replace_model_py
 
 TABLES = tuple(Spec(f"t{number}", 20_000, 32, "SUM", (f"f{number}",)) for number in range(8))

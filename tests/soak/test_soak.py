@@ -9,8 +9,8 @@ from serving.model.settings import ServingSettings
 from tests.soak.overload import BUSY_MS, CALL_IDS, POOLING_FACTOR, S_PER_ID, SAMPLES
 from tests.soak.served import Publish, fresh, lookups, scores, serving
 from tests.soak.soak import Held, growth
-from tests.support.growth import keeps_growing
-from tests.support.often import one_in
+from tests.support.leak_check import keeps_growing
+from tests.support.long_cases import one_in
 
 ROUNDS = 10
 NOISE_BYTES = 256 << 10

@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 
-class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """A model with one feature `x` of dim 2; each call runs `fail` first, and is remembered."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
 
 
 @contextmanager
-def serving(fake: Fake, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def serving(fake: FakeServer, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     limits = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.server(futures.ThreadPoolExecutor(8), options=limits)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)

@@ -14,7 +14,7 @@ from pathlib import Path
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.load import open_bundle, verify_digests
 from tests.support.models import Spec, collection
-from tests.support.reloads import in_this_process
+from tests.support.reload_process import in_this_process
 
 SPECS = (Spec("t", 200_000, 32, "SUM", ("x",)), Spec("u", 1_000, 32, "MEAN", ("y",)))
 CONFIG = ExportConfig(sharding=Sharding(ranks=3, types={"t": "row_wise", "u": "column_wise"}))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.support.models import Spec, collection, random_bags
-from tests.support.sequences import kjt_of, sequences
+from tests.support.sequence_models import kjt_of, sequences
 
 
 @dataclass(frozen=True)

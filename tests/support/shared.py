@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.models import Bags
-from tests.support.scored import own_scores, random_request
+from tests.support.scored_models import own_scores, random_request
 
 
 def repeated(bags: Mapping[str, Bags], shared: Sequence[str], samples: int) -> dict[str, Bags]:

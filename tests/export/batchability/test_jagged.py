@@ -17,9 +17,9 @@ from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from tests.models.inputs import DIM, ROWS, ids
-from tests.support.asked import answered, asked, assert_close
-from tests.support.scored import EXACT
-from tests.support.sequences import sequences
+from tests.support.module_calls import answer_of_call, assert_close, request_of_call
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import sequences
 
 LONGEST = 6
 Rows = Mapping[str, JaggedTensor]
@@ -285,11 +285,11 @@ def test_samples_meet_or_not_and_never_in_silence(tmp_path: Path, make: Callable
         assert part is not None
         assert part.mixes_samples == (make in MEETING), part.mixed_by
         requests = [example(seed, samples) for seed, samples in enumerate((3, 1, 40, 2, 90, 8))]
-        features = [asked(module, (each,))[0] for each in requests]
+        features = [request_of_call(module, (each,))[0] for each in requests]
         tensors = [encode(each, outputs=["scores"]) for each in features]
         together = engine.answer([accept(engine.schema, each) for each in tensors]).outcomes()
         for given, asking, merged in zip(requests, features, together, strict=True):
-            right = answered(module, (given,))
+            right = answer_of_call(module, (given,))
             assert_close(engine.score(asking), right)
             assert isinstance(merged, Mapping)
             assert_close(merged, right)

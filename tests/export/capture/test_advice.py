@@ -14,7 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 DIM, LONGEST = 8, 6
 

@@ -19,9 +19,9 @@ from export import export_model
 from export.errors import ModelError, ParityError
 from serving.engine import Engine
 from serving.requests.encoding import encode
+from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection
-from tests.support.scored import EXACT
-from tests.support.together import answers_of
+from tests.support.scored_models import EXACT
 
 DIM, LONGEST = 8, 6
 SAME = [[1, 2, 3], [4], [], [5, 6], [7], [8]]
@@ -202,7 +202,7 @@ def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> No
         assert part is not None
         assert part.mixed_by == "a step that hangs on how many ids there are"
     requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in asked]
-    for bags, found in zip(asked, answers_of(bundle, requests), strict=True):
+    for bags, found in zip(asked, merged_answers(bundle, requests), strict=True):
         with torch.no_grad():
             expected = model(keyed(s=bags))
         np.testing.assert_allclose(found["scores"], expected.numpy(), atol=1e-6)

@@ -17,7 +17,7 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from tests.models.inputs import ids
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 SOURCE = """
 import torch

@@ -12,7 +12,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from export import export_model
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 DIM, COUNT = 8, 3
 

@@ -19,11 +19,11 @@ from export import export_model
 from export.errors import ExportError
 from serving.engine import Engine
 from tests.models.inputs import DIM, POOLED, ids, numbers, of
-from tests.support.asked import answered, asked, assert_close
-from tests.support.managed import behind, mch, trained
+from tests.support.long_cases import one_in
+from tests.support.managed_collision import behind, mch, trained
 from tests.support.models import Spec, collection
-from tests.support.often import one_in
-from tests.support.scored import EXACT
+from tests.support.module_calls import answer_of_call, assert_close, request_of_call
+from tests.support.scored_models import EXACT
 
 ORDER = ["user_id", "item_id", "words"]
 
@@ -590,10 +590,10 @@ def compare(case: Callable[..., Any], module: nn.Module, bundle: Path) -> None:
     with Engine.open(bundle) as engine:
         for samples in (1, 2, 3, 8, 40):
             given = of_case(case, 5, samples, most=9, lowest=1)
-            features, tensors = asked(module, given)
+            features, tensors = request_of_call(module, given)
             columns = zip(ORDER, SERVED.get(case, ()), strict=False)
             features |= {key: tensors["ids"][:, column].tolist() for key, column in columns}
-            assert_close(engine.score(features, {"price": tensors["price"]}), answered(module, given))
+            assert_close(engine.score(features, {"price": tensors["price"]}), answer_of_call(module, given))
 
 
 class RawIds(nn.Module):

@@ -18,10 +18,10 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from tests.support.asked import answered, assert_close
 from tests.support.models import Spec, collection
-from tests.support.scored import EXACT
-from tests.support.sequences import sequences
+from tests.support.module_calls import answer_of_call, assert_close
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import sequences
 
 DIM, LONGEST = 8, 6
 KEYS = ("seen", "visited")
@@ -206,7 +206,7 @@ def test_lengths_that_a_forward_makes_are_those_of_the_request(
         assert [{*each} for each in part.together] == ([{*KEYS}] if alike else [])
         requests: list[Bags] = [drawn(n, seed, alike=alike) for n, seed in ((1, 1), (1, 2), (3, 1), (9, 4))]
         requests += [{key: [[], []] for key in KEYS}, {key: [[7]] for key in KEYS}]
-        expected = [answered(module, call(bags)) for bags in requests]
+        expected = [answer_of_call(module, call(bags)) for bags in requests]
         for bags, right in zip(requests, expected, strict=True):
             assert_close(engine.score(bags), right)
         merged = engine.answer(

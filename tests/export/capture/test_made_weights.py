@@ -18,9 +18,9 @@ from export.errors import ModelError
 from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from tests.support.asked import answered, assert_close
 from tests.support.models import Spec, collection
-from tests.support.scored import EXACT
+from tests.support.module_calls import answer_of_call, assert_close
+from tests.support.scored_models import EXACT
 
 KEYS = ("film", "shop")
 SPECS = tuple(Spec(key, 40, 8, "SUM", (key,)) for key in KEYS)
@@ -97,7 +97,7 @@ def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weight
             key: {"values": nothing.astype(int), "lengths": np.zeros(2, np.int32), "weights": nothing} for key in KEYS
         }
         requests = [drawn(1, 1), drawn(3, 2), drawn(11, 3), empty]
-        expected = [answered(module, call_of(features)) for features in requests]
+        expected = [answer_of_call(module, call_of(features)) for features in requests]
         for features, right in zip(requests, expected, strict=True):
             assert_close(engine.score(features), right)
         tensors = [replace(encode(features, KEYS), outputs=["scores"]) for features in requests]

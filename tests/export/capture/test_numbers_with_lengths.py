@@ -20,10 +20,10 @@ from export.capture.stub_collections import Columns
 from export.errors import ModelError
 from export.scores.trace_example import trace_example
 from serving.engine import Engine
-from tests.support.asked import answered, assert_close
 from tests.support.models import Spec
-from tests.support.scored import EXACT
-from tests.support.sequences import sequences
+from tests.support.module_calls import answer_of_call, assert_close
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import sequences
 
 DIM, LONGEST = 4, 5
 KEYS = ("views", "carts", "likes")
@@ -182,7 +182,7 @@ def check(seed: int, folder: Path) -> bool:
         assert {each.name: each.key for each in part.inputs} == {f"numbers.of_{key}": key for key in keys}
         for samples in (1, 2, 3, 8):
             features, dense, arguments = call(drawn(random, samples, are_equal=False), ways, samples)
-            assert_close(engine.score(features, dense), answered(module, arguments))
+            assert_close(engine.score(features, dense), answer_of_call(module, arguments))
     return True
 
 

@@ -16,11 +16,11 @@ from export.errors import ModelError
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.models.inputs import DIM, POOLED, ROWS, ids, numbers
-from tests.support.asked import assert_close, column_of
+from tests.support.long_cases import one_in
 from tests.support.models import collection
-from tests.support.often import one_in
-from tests.support.scored import EXACT
-from tests.support.sequences import sequences
+from tests.support.module_calls import assert_close, column_of
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import sequences
 
 KEYS = ["user_id", "item_id", "words"]
 Data = dict[str, Tensor]

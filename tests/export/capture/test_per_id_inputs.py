@@ -19,10 +19,10 @@ from serving.errors import InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from tests.support.asked import answered, assert_close
 from tests.support.models import Spec
-from tests.support.scored import EXACT
-from tests.support.sequences import sequences
+from tests.support.module_calls import answer_of_call, assert_close
+from tests.support.scored_models import EXACT
+from tests.support.sequence_models import sequences
 
 DIM, LONGEST = 8, 6
 TABLES = (Spec("film", 50, DIM, "NONE", ("seen", "target")), Spec("shop", 30, DIM, "NONE", ("visited",)))
@@ -166,7 +166,7 @@ def test_what_could_be_read_in_several_ways_is_served_as_it_answers_by_itself(
         for samples in (1, 2, 3, 8):
             bags = drawn(samples, 1, **{key: (count,) * samples for key, count in fixed.items()})
             dense = {name: bags[key] for name, key in numbers.items()}
-            expected.append(answered(module, call(bags)))
+            expected.append(answer_of_call(module, call(bags)))
             assert_close(engine.score({key: bags[key] for key in IDS}, dense), expected[-1])
             requests.append(request(part, bags, dense))
         merged = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
@@ -196,7 +196,7 @@ def test_rows_that_are_found_by_lengths_of_another_key_need_as_many_of_both(tmp_
         assert [{*each} for each in part.together] == [{"seen", "visited"}]
         bags = drawn(3, 1, seen=(2, 5, 0), visited=(2, 5, 0))
         found = engine.score({key: bags[key] for key in IDS}, {"times": bags["times"]})
-        assert_close(found, answered(module, call(bags)))
+        assert_close(found, answer_of_call(module, call(bags)))
         fewer = {**bags, "visited": [[1], [2], []]}
         with pytest.raises(InvalidRequest, match=r"expected as many ids as '.*' has in each sample, the model puts"):
             engine.score({key: fewer[key] for key in IDS}, {"times": [1, 2]})

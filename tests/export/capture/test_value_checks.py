@@ -14,7 +14,7 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from tests.support.models import SUM, collection
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 WIDTH = 3
 

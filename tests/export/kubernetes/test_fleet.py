@@ -12,7 +12,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
 from serving.tables.pages import HUGE_PAGE
-from tests.support.scored import EXACT, dlrm
+from tests.support.scored_models import EXACT, dlrm
 
 
 def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:

@@ -16,7 +16,7 @@ from export.trained.probe import make_probe
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import collection
-from tests.support.reloads import in_this_process
+from tests.support.reload_process import in_this_process
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 

@@ -9,7 +9,7 @@ from torchrec import KeyedJaggedTensor
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
-from tests.support.wrapped import pooled
+from tests.support.wrapped_collections import pooled
 
 
 def test_numbers_at_the_end_of_fp32_are_stored_and_answered_as_torchrec_does(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torchrec import KeyedJaggedTensor, PoolingType
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from export.errors import ParityError
 from serving.bundle.load import open_bundle
-from tests.support.wrapped import Around, HashesValues, pooled
+from tests.support.wrapped_collections import Around, HashesValues, pooled
 
 
 class HashesSecretly(Around):

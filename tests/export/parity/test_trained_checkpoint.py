@@ -21,12 +21,12 @@ from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Manifest
 from serving.errors import ConfigurationError
-from tests.support import candidates
+from tests.support import candidate_model
 from tests.support.commands import tbe_export
-from tests.support.managed import managed, untrained
-from tests.support.positioned import positioned
+from tests.support.managed_collision import managed, untrained
+from tests.support.position_weights import positioned
 from tests.support.ranker import ranker
-from tests.support.wrapped import pooled
+from tests.support.wrapped_collections import pooled
 
 TABLES = ExportConfig(dtype={"*": WeightDtype.INT4})
 SCORES = replace(TABLES, scores=True)
@@ -70,7 +70,14 @@ def labelled(folder: Path) -> Path:
     ("trained", "build", "config", "example", "on_meta"),
     [
         pytest.param(moved(ranker), ranker, SCORES, None, True, id="scores"),
-        pytest.param(moved(candidates.build), candidates.build, SCORES, candidates.example(), True, id="sequences"),
+        pytest.param(
+            moved(candidate_model.build),
+            candidate_model.build,
+            SCORES,
+            candidate_model.example(),
+            True,
+            id="sequences",
+        ),
         pytest.param(moved(positioned), positioned, TABLES, None, False, id="position weights"),
         pytest.param(managed(), untrained, TABLES, None, True, id="raw ids"),
         pytest.param(moved(pooled).half(), lambda: pooled().half(), TABLES, None, False, id="half"),

@@ -13,7 +13,7 @@ from export.errors import PlanError
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support.models import MIXED, random_bags
-from tests.support.sharded import sharded
+from tests.support.sharded_exports import sharded
 
 EXPLICIT: dict[str, Any] = {
     "ranks": [{"host": 0}, {"host": 3}],

@@ -11,7 +11,7 @@ from export.plan.report import PlanReport, report_plan
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
 from tests.support.models import MIXED, Spec, collection
-from tests.support.sharded import sharded
+from tests.support.sharded_exports import sharded
 
 
 def test_sizes_are_the_quantized_ones(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.plan.test_router import hosts, in_router, planned
 from tests.support.models import MIXED, Spec, collection, random_bags
-from tests.support.sharded import sharded
+from tests.support.sharded_exports import sharded
 
 
 def as_file(tmp_path: Path, report: Any) -> Path:

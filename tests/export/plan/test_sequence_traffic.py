@@ -14,9 +14,9 @@ from export.plan.traffic import HostTraffic, host_traffic
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.hosts import export_hosts, fleet
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
-from tests.support.often import one_in
-from tests.support.sequences import FP32, sequences
+from tests.support.sequence_models import FP32, sequences
 
 SAMPLES, IDS = 10, 20
 POOLED = (Spec("user", 100, 16, "SUM", ("u",)),)

@@ -7,7 +7,7 @@ import pytest
 
 from export import Sharding
 from serving.errors import ConfigurationError
-from tests.support.sharded import sharded
+from tests.support.sharded_exports import sharded
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from serving.requests.types import EMBEDDINGS, Tensors
 from serving.requests.validate import validate
 from tests.support import oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
-from tests.support.sharded import sharded
+from tests.support.sharded_exports import sharded
 
 # Dims that FBGEMM can pack, ones that no block of columns divides among them.
 DIMS = {

@@ -7,7 +7,7 @@ import pytest
 from export import ExportConfig, export_model
 from export.errors import PublishError
 from serving.model.settings import ServingSettings
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import MIXED, SUM, collection
 
 

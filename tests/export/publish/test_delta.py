@@ -25,10 +25,10 @@ from serving.errors import BundleError, ConfigurationError
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
 from tests.support.hosts import export_hosts
-from tests.support.live import changed_rows
-from tests.support.managed import dealt
+from tests.support.long_cases import one_in
+from tests.support.managed_collision import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, Spec, collection
-from tests.support.often import one_in
+from tests.support.mutable_tables import changed_rows
 from tests.support.servers import tbe_serve
 
 CHANGED = {"a": ([7, 3], np.ones((2, 8), np.float32))}

@@ -23,7 +23,7 @@ from serving.bundle import open_bundle
 from serving.bundle.lineage import delta_path, deltas_folder, lineage_of
 from serving.errors import ConfigurationError
 from tests.support.deltas import listed
-from tests.support.managed import dealt
+from tests.support.managed_collision import dealt
 from tests.support.models import Spec, collection
 from tests.support.streamed_training import SPECS, Model
 from tests.support.two_processes import run_module

@@ -13,7 +13,7 @@ from export import export_model
 from export.config import Progress
 from export.errors import PublishError
 from serving.errors import ConfigurationError
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import collection
 
 

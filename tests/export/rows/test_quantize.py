@@ -9,7 +9,7 @@ from export import ExportConfig, WeightDtype, export_model
 from export.errors import QuantizeError
 from export.rows.quantize import quantize
 from export.trained import checkpoint
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import Spec, collection
 
 

@@ -18,7 +18,7 @@ from export.rows.rank_files import write_rows
 from export.trained import checkpoint
 from serving.bundle.load import open_bundle
 from serving.bundle.plan import Shard
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import Spec, collection, int8_table
 
 

@@ -15,7 +15,7 @@ from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
 from export.trained import checkpoint
 from serving.bundle.formats import CodeRows
-from tests.support.folders import files
+from tests.support.folder_contents import files
 from tests.support.models import Spec, collection
 
 _ROWS = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))

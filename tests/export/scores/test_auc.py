@@ -21,7 +21,7 @@ from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support.commands import tbe_export
-from tests.support.scored import EXACT, dlrm, own_scores, random_request, trained, two_tower
+from tests.support.scored_models import EXACT, dlrm, own_scores, random_request, trained, two_tower
 
 INT2 = replace(EXACT, dtype={"*": WeightDtype.INT2})
 
@@ -119,7 +119,14 @@ def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, m
     torch.save(module.state_dict(), tmp_path / "saved")
     file = write(tmp_path / "sample.jsonl", lines_of(module, lambda scores: noisy(scores["scores"])))
     done = tbe_export(
-        *("model", "--model", "tests.support.scored:dlrm", "--checkpoint", str(tmp_path / "saved"), "--scores"),
+        *(
+            "model",
+            "--model",
+            "tests.support.scored_models:dlrm",
+            "--checkpoint",
+            str(tmp_path / "saved"),
+            "--scores",
+        ),
         *("--repository", str(tmp_path / "r"), "--name", "m", "--dtype", "fp32", "--labelled", str(file)),
         *("--trained-memory", memory),
     )

@@ -16,10 +16,10 @@ from export.scores.merge_columns import merge_adjacent_columns
 from export.scores.written_inputs import writes_to_inputs
 from serving.engine import Engine
 from serving.lookup.program import load_fbgemm
+from tests.support.long_cases import one_in
 from tests.support.models import collection
-from tests.support.often import one_in
-from tests.support.scored import EXACT, QUERY, own_scores, random_request, trained
-from tests.support.sequences import kjt_of
+from tests.support.scored_models import EXACT, QUERY, own_scores, random_request, trained
+from tests.support.sequence_models import kjt_of
 
 WIDTH = 12
 SPLITS = (torch.split, torch.functional.split, torch.ops.aten.split_with_sizes)

@@ -18,7 +18,7 @@ from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.scores.test_refusals import Branches
-from tests.support.scored import EXACT, even, random_request
+from tests.support.scored_models import EXACT, even, random_request
 
 
 class Own(nn.Module):

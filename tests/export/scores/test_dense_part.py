@@ -19,8 +19,8 @@ from export.errors import CheckpointError, ModelError, ParityError
 from serving.bundle.load import open_bundle
 from serving.bundle.scores import SCORES, DenseDtype, DensePart
 from serving.engine import Engine
-from tests.support.often import one_in
-from tests.support.scored import (
+from tests.support.long_cases import one_in
+from tests.support.scored_models import (
     EXACT,
     MODELS,
     WIDTH,

@@ -15,8 +15,8 @@ from torchrec import KeyedJaggedTensor
 from export import export_model
 from export.errors import ExportError
 from serving.engine import Engine
-from tests.support.often import one_in
-from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
+from tests.support.long_cases import one_in
+from tests.support.scored_models import EXACT, WIDTH, even, own_scores, random_request
 
 CONFIG = replace(EXACT, dense_widths={"dense_features": WIDTH})
 

@@ -18,10 +18,10 @@ from export import export_model
 from export.errors import ModelError, ParityError
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
-from tests.support.managed import managed
+from tests.support.long_cases import one_in
+from tests.support.managed_collision import managed
 from tests.support.models import Spec, collection
-from tests.support.often import one_in
-from tests.support.scored import EXACT, QUERY, own_scores, random_request, trained
+from tests.support.scored_models import EXACT, QUERY, own_scores, random_request, trained
 
 ITEM = (Spec("item", 300, 8, "SUM", ("item_id",)), Spec("seen", 300, 12, "MEAN", ("recent", "item_id")))
 # TorchRec's names of the answers: in `item` two tables read item_id. None is left out: rows whose

@@ -15,7 +15,7 @@ from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from tests.support.models import Spec, collection
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 POOLED = (Spec("films", 20, 8, "SUM", ("film",)),)
 FIRST = 2**53 + 1

@@ -15,7 +15,7 @@ from export.errors import ModelError
 from serving.bundle.scores import RESERVED
 from serving.engine import Engine
 from tests.support.models import SUM, collection
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 IDS = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
 

@@ -22,9 +22,9 @@ from serving.bundle.scores import DenseDtype
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.server import run_server
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection, flat, random_bags
-from tests.support.often import one_in
-from tests.support.scored import EXACT, own_scores
+from tests.support.scored_models import EXACT, own_scores
 from tests.support.servers import FREE, at_once
 
 KEYS = ("a", "b", "c", "d", "e")

@@ -18,11 +18,11 @@ from serving.lookup import dense_program
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from tests.support.asked import answered
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
+from tests.support.module_calls import answer_of_call
 from tests.support.random_rankers import Ranker, Request, ranker
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 from tests.support.servers import at_once
 
 EACH, ALL = 1, 132
@@ -114,7 +114,7 @@ def asked(module: Ranker, part: DensePart) -> list[Asked]:
         chosen = [key for key in request.bags if random.random() < 0.5 and key not in pair]
         for shared in ([], chosen + (pair if random.random() < 0.5 else [])):
             bags = {key: each[:1] if key in shared else each for key, each in request.bags.items()}
-            right = answered(module, module.example(request.shared(shared, samples)))
+            right = answer_of_call(module, module.example(request.shared(shared, samples)))
             found.append((bags, dense_of(request, part, shared), shared, right))
     return found
 

@@ -21,7 +21,7 @@ from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.errors import ConfigurationError
 from tests.support.models import collection
-from tests.support.scored import EVEN, EXACT, dlrm, even
+from tests.support.scored_models import EVEN, EXACT, dlrm, even
 
 
 class _Model(nn.Module):

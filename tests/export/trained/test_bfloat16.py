@@ -13,9 +13,9 @@ from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
+from tests.support.checkpoint_files import State, save_dcp, save_safetensors
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection, flat, random_bags
-from tests.support.saved import State, save_dcp, save_safetensors
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 

@@ -33,7 +33,7 @@ from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import Spec, collection
-from tests.support.scored import dlrm
+from tests.support.scored_models import dlrm
 
 SPECS = [Spec(name, 500, 8, "SUM", (name,)) for name in ("a", "b")]
 EXACT = ExportConfig(dtype={"*": WeightDtype.FP32})

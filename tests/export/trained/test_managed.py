@@ -24,12 +24,24 @@ from serving.bundle.id_maps import IDS
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
-from tests.support import sharded_managed
+from tests.support import managed_collision_training
+from tests.support.checkpoint_files import State, save_dcp, save_safetensors
 from tests.support.commands import tbe_export
-from tests.support.managed import CPU, ROWS, SPECS, bags_of, behind, kjt_of, managed, mch, numbers_of, untrained, zch
+from tests.support.managed_collision import (
+    CPU,
+    ROWS,
+    SPECS,
+    bags_of,
+    behind,
+    kjt_of,
+    managed,
+    mch,
+    numbers_of,
+    untrained,
+    zch,
+)
 from tests.support.models import Spec
-from tests.support.saved import State, save_dcp, save_safetensors
-from tests.support.sequences import sequences as plain
+from tests.support.sequence_models import sequences as plain
 from tests.support.two_processes import run_module
 
 MODULES = "_managed_collision_collection._managed_collision_modules"
@@ -80,7 +92,7 @@ def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expect
 
 
 def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:
-    verify = ("verify", str(expected), "--model", "tests.support.managed:untrained", "--checkpoint")
+    verify = ("verify", str(expected), "--model", "tests.support.managed_collision:untrained", "--checkpoint")
     state = managed().state_dict()
     assert tbe_export(*verify, str(save_state(state, tmp_path))).exit_code == 0
     state[SLOTS] = state[SLOTS].roll(1)
@@ -230,10 +242,12 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
 def test_a_checkpoint_that_several_processes_saved(pooling: str, tmp_path: Path) -> None:
     """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
     folder = tmp_path / "dcp"
-    run_module("tests.support.sharded_managed", str(folder), pooling)
+    run_module("tests.support.managed_collision_training", str(folder), pooling)
     config = ExportConfig(dtype={"*": WeightDtype.FP32})
-    engine = Engine.open(export_model(sharded_managed.whole(pooling), tmp_path / "r", "m", config, checkpoint=folder))
-    module = sharded_managed.whole(pooling)
+    engine = Engine.open(
+        export_model(managed_collision_training.whole(pooling), tmp_path / "r", "m", config, checkpoint=folder)
+    )
+    module = managed_collision_training.whole(pooling)
     state = {"model": module.state_dict()}
     load(state, checkpoint_id=folder)
     raw_ids = state["model"][f"sparse.{RAW_IDS}"]

@@ -22,7 +22,7 @@ from export import export_model
 from export.errors import ModelError
 from export.trained.modules import find_collections
 from serving.bundle.load import open_bundle
-from tests.support.wrapped import Around, Hash, pooled
+from tests.support.wrapped_collections import Around, Hash, pooled
 
 
 def position_weighted() -> Any:

@@ -21,9 +21,9 @@ from export.trained.modules import find_collections
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
+from tests.support.checkpoint_files import State, save_dcp, save_safetensors
 from tests.support.commands import tbe_export
-from tests.support.positioned import LONGEST, positioned
-from tests.support.saved import State, save_dcp, save_safetensors
+from tests.support.position_weights import LONGEST, positioned
 
 
 def save_state(state: State, path: Path) -> Path:
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_exported_and_verified_as_the_module_is(tmp_path: Path) 
     assert open_bundle(found).manifest.features == open_bundle(expected).manifest.features
     assert all(each.position_weights for each in open_bundle(found).manifest.features)
     assert plan_model(empty, ExportConfig()).requires == (Capability.POSITION_WEIGHTS,)
-    verify = ("verify", str(found), "--model", "tests.support.positioned:by_module", "--checkpoint")
+    verify = ("verify", str(found), "--model", "tests.support.position_weights:by_module", "--checkpoint")
     assert tbe_export(*verify, str(checkpoint)).exit_code == 0
     state = positioned().state_dict()
     state["_feature_processors.words.position_weight"][3] += 1

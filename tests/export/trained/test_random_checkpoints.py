@@ -20,7 +20,7 @@ from export.errors import CheckpointError
 from serving.engine import Engine
 from tests.support.models import random_bags
 from tests.support.random_checkpoints import FORMS, Form, Model, model, one_process, save_without_twins, trained
-from tests.support.sequences import kjt_of
+from tests.support.sequence_models import kjt_of
 
 EXACT = ExportConfig(scores=True, dtype={"*": WeightDtype.FP32})
 DEFAULT, MORE = 12, int(os.environ.get("RANDOM_MODELS", "60"))

@@ -15,7 +15,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from export import ExportConfig, WeightDtype, export_model
 from export.errors import ModelError
 from serving.engine import Engine
-from tests.support.folders import files
+from tests.support.folder_contents import files
 
 
 class Deep(nn.Module):

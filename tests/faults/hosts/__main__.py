@@ -17,7 +17,7 @@ from tests.faults.hosts.links import DROP_IN, DROP_OUT, REJECT_IN, slow_link
 from tests.faults.hosts.lost import alone_in_time, host_lost, router_killed
 from tests.faults.hosts.replicas import ONE_REPLICA, one_replica, other_bundle
 from tests.faults.hosts.rolling import half_rolled, rolled
-from tests.support.reloads import in_this_process
+from tests.support.reload_process import in_this_process
 
 
 def all_faults(fleet: Fleet) -> Iterator[str]:

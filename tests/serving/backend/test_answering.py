@@ -23,7 +23,7 @@ from serving.model.settings import LARGEST_HANDOVER, ServingSettings
 from serving.requests.batches import Batch
 from serving.requests.limits import Limits
 from serving.requests.types import EMBEDDINGS, Tensors
-from tests.support.growth import without_collector
+from tests.support.leak_check import without_collector
 from tests.support.models import Spec, collection
 
 BUSY_MS = 100

@@ -21,8 +21,8 @@ from serving.server.child_process import GLIBC, malloc_of
 from serving.triton.stubs import living_stubs
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection, random_bags
-from tests.support.often import one_in
 from tests.support.servers import add_gate, entered, gate_of, held, running, stubs, wait_for_execution
 
 ROOT = Path(__file__).parents[3]

@@ -17,9 +17,9 @@ from serving.client import LookupClient, Retries
 from serving.errors import InternalError, InvalidRequest
 from serving.server import Server, run_server
 from tests.export.scores.test_in_place import WritesByModule
+from tests.support.long_cases import one_in
 from tests.support.models import flat
-from tests.support.often import one_in
-from tests.support.scored import (
+from tests.support.scored_models import (
     EXACT,
     WIDTH,
     Centred,

@@ -19,10 +19,10 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.requests.captured import CapturedRequest, read_captured
 from serving.requests.types import EMBEDDINGS, Tensors
+from tests.support.long_cases import one_in
 from tests.support.models import MIXED, collection
-from tests.support.often import one_in
 from tests.support.ranker import ranker
-from tests.support.scored import EXACT, two_tower
+from tests.support.scored_models import EXACT, two_tower
 
 CONFIGS = {
     "exact": EXACT,

@@ -18,7 +18,7 @@ from serving.engine import Engine
 from serving.errors import BundleError, InternalError
 from tests.serving.test_id_maps import FP32
 from tests.support.commands import tbe_export
-from tests.support.managed import managed
+from tests.support.managed_collision import managed
 from tests.support.models import collection
 
 

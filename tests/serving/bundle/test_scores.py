@@ -15,11 +15,11 @@ from serving.bundle.load import open_bundle
 from serving.bundle.scores import SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
-from tests.support.histories import with_histories
+from tests.support.history_model import with_histories
 from tests.support.json_edits import edits
-from tests.support.often import one_in
-from tests.support.scored import EXACT, dlrm
-from tests.support.sequences import FP32, Mixed
+from tests.support.long_cases import one_in
+from tests.support.scored_models import EXACT, dlrm
+from tests.support.sequence_models import FP32, Mixed
 
 
 @pytest.fixture(scope="module")

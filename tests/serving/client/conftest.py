@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 from tests.support.lookups import Lookup, lookup_async, lookup_sync
 
 
 @pytest.fixture
-def fake() -> Fake:
-    return Fake()
+def fake() -> FakeServer:
+    return FakeServer()
 
 
 @pytest.fixture
-def address(fake: Fake) -> Iterator[str]:
+def address(fake: FakeServer) -> Iterator[str]:
     with serving(fake) as address:
         yield address
 

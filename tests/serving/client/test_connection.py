@@ -16,7 +16,7 @@ from serving.errors import (
     RequestCancelled,
     ServerUnavailable,
 )
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 from tests.support.lookups import Lookup
 
 
@@ -28,7 +28,7 @@ def test_a_server_that_does_not_answer_leaves_time_for_another(
     since gRPC chooses anew who is next when a connection is made."""
     monkeypatch.setattr(retries, "_NOTICED_S", 60.0)
     monkeypatch.setattr(retries, "_FIRST_SHARE", 1 / 4)
-    silent, other = Fake(), Fake()
+    silent, other = FakeServer(), FakeServer()
     released = threading.Event()
 
     def say_nothing(_: Any) -> None:
@@ -79,7 +79,7 @@ async def _far_away(address: str, one_way_s: float, listens: "Future[tuple[int, 
     server.close()
 
 
-def test_a_server_far_away_is_connected_to_at_the_first_try(fake: Fake, address: str) -> None:
+def test_a_server_far_away_is_connected_to_at_the_first_try(fake: FakeServer, address: str) -> None:
     """Half a second there and back, and the server's first word has to come."""
     listens: Future[tuple[int, Callable[[], object]]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_far_away(address, 0.25, listens)))
@@ -95,7 +95,7 @@ def test_a_server_far_away_is_connected_to_at_the_first_try(fake: Fake, address:
 
 
 @pytest.mark.long
-def test_a_long_call_and_a_pause_keep_their_connection(fake: Fake, address: str) -> None:
+def test_a_long_call_and_a_pause_keep_their_connection(fake: FakeServer, address: str) -> None:
     """A server that asks for nothing special (gRPC's defaults, Triton's too) ends connections that ping too often."""
     peers: list[str] = []
 
@@ -113,7 +113,7 @@ def test_a_long_call_and_a_pause_keep_their_connection(fake: Fake, address: str)
 
 
 def test_several_addresses_take_turns(lookup: Lookup) -> None:
-    one, other = Fake(), Fake()
+    one, other = FakeServer(), FakeServer()
     with serving(one) as first, serving(other) as second:
         with LookupClient([first, second], "m", 20) as client:
             client.lookup({"x": [[1]]})
@@ -129,14 +129,14 @@ def test_several_addresses_take_turns(lookup: Lookup) -> None:
 
 
 def test_a_server_that_is_gone_is_passed_over() -> None:
-    fake = Fake()
+    fake = FakeServer()
     with serving(fake) as address, LookupClient(["127.0.0.1:1", address], "m", 20) as client:
         for _ in range(10):
             client.lookup({"x": [[1]]})
     assert len(fake.calls) == 10
 
 
-def test_many_at_once_share_one_channel(fake: Fake, address: str) -> None:
+def test_many_at_once_share_one_channel(fake: FakeServer, address: str) -> None:
     async def run() -> list[Answer]:
         async with AsyncLookupClient(address, "m", 20) as client:
             return await asyncio.gather(*(client.lookup({"x": [[each]] * each}) for each in range(1, 50)))

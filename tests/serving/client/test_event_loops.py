@@ -10,13 +10,13 @@ import pytest
 
 from serving.client import AsyncLookupClient, LookupClient
 from serving.errors import ConfigurationError, InternalError, RequestCancelled
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[Fake, str, threading.Event, threading.Event]]:
+def held() -> Iterator[tuple[FakeServer, str, threading.Event, threading.Event]]:
     """A server that holds its answers: itself, its address, what is set when it was asked, and what lets them go."""
-    fake, asked, released = Fake(), threading.Event(), threading.Event()
+    fake, asked, released = FakeServer(), threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
         asked.set()
@@ -86,7 +86,9 @@ def test_without_an_event_loop(address: str) -> None:
             one.close().send(None)
 
 
-def test_a_client_that_is_closed_while_it_is_asked(held: tuple[Fake, str, threading.Event, threading.Event]) -> None:
+def test_a_client_that_is_closed_while_it_is_asked(
+    held: tuple[FakeServer, str, threading.Event, threading.Event],
+) -> None:
     _, address, asked, _ = held
 
     async def run() -> None:
@@ -103,7 +105,7 @@ def test_a_client_that_is_closed_while_it_is_asked(held: tuple[Fake, str, thread
 
 
 def test_a_blocking_client_that_is_closed_while_it_is_asked(
-    held: tuple[Fake, str, threading.Event, threading.Event],
+    held: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
     _, address, asked, _ = held
     client = LookupClient(address, "m", 60)
@@ -123,7 +125,9 @@ def test_a_blocking_client_that_is_closed_while_it_is_asked(
     assert [type(error) for error in errors] == [RequestCancelled]
 
 
-def test_a_task_that_is_cancelled_is_cancelled(held: tuple[Fake, str, threading.Event, threading.Event]) -> None:
+def test_a_task_that_is_cancelled_is_cancelled(
+    held: tuple[FakeServer, str, threading.Event, threading.Event],
+) -> None:
     fake, address, asked, released = held
 
     async def run() -> None:

@@ -13,14 +13,14 @@ from serving.errors import (
     DeadlineExceeded,
     InternalError,
 )
-from tests.support.fake_server import Fake
+from tests.support.fake_server import FakeServer
 from tests.support.lookups import Lookup
 
 
 @pytest.mark.parametrize(
     "servers", [pytest.param(1, id="one server"), pytest.param(2, id="time enough to notice a lost one")]
 )
-def test_a_long_lookup_has_its_deadline(lookup: Lookup, fake: Fake, address: str, servers: int) -> None:
+def test_a_long_lookup_has_its_deadline(lookup: Lookup, fake: FakeServer, address: str, servers: int) -> None:
     """All of it: nothing is kept back for another server."""
     lookup([address] * servers, timeout_s=1000)
     ((_, _, remaining),) = fake.calls
@@ -33,13 +33,13 @@ def test_answers_and_requests_over_grpc_s_own_limit_pass(lookup: Lookup, address
     assert answer["x"].shape == (samples, 2)
 
 
-def test_a_deadline_is_always_set(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_a_deadline_is_always_set(lookup: Lookup, fake: FakeServer, address: str) -> None:
     lookup(address, timeout_s=100)
     (_, _, remaining), *_ = fake.calls
     assert 0 < remaining < 102  # gRPC rounds it up
 
 
-def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_a_deadline_covers_all_tries(lookup: Lookup, fake: FakeServer, address: str) -> None:
     released = threading.Event()
 
     def fail(_: Any) -> None:
@@ -53,7 +53,7 @@ def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -
         released.set()
 
 
-def test_a_call_s_own_deadline_and_trace(fake: Fake, address: str) -> None:
+def test_a_call_s_own_deadline_and_trace(fake: FakeServer, address: str) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with LookupClient(address, "m", timeout_s=1000) as client:
         client.lookup({"x": [[1]]}, timeout_s=100, trace=trace)
@@ -63,7 +63,7 @@ def test_a_call_s_own_deadline_and_trace(fake: Fake, address: str) -> None:
 
 
 def test_metadata_goes_with_each_call_and_a_function_is_asked_each_time(
-    lookup: Lookup, fake: Fake, address: str
+    lookup: Lookup, fake: FakeServer, address: str
 ) -> None:
     lookup(address, metadata={"Authorization": "Bearer one"})
     assert fake.calls[-1][1]["authorization"] == "Bearer one"
@@ -100,7 +100,7 @@ def test_metadata_that_grpc_cannot_send_is_refused_by_key(
         lookup(address, metadata=lambda: metadata)
 
 
-def test_all_that_grpc_can_send_is_sent(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_all_that_grpc_can_send_is_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
     lookup(address, metadata={"A_.-9": " ~x", "b-bin": b"\xff\x00", "c": ""})
     sent: dict[str, Any] = {**fake.calls[-1][1]}
     assert (sent["a_.-9"], sent["b-bin"], sent["c"]) == (" ~x", b"\xff\x00", "")
@@ -117,7 +117,7 @@ def test_answers_are_views_of_what_came(lookup: Lookup, address: str) -> None:
     assert not rows.flags.writeable
 
 
-def test_an_answer_of_another_shape_is_no_answer(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_an_answer_of_another_shape_is_no_answer(lookup: Lookup, fake: FakeServer, address: str) -> None:
     fake.dim = 3
     with pytest.raises(
         InternalError, match=r"expected embeddings of shape \[1, 2, 2\], got \[1, 2, 3\]: .*new client"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serving.client import AsyncLookupClient, LookupClient, Retries
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 # A parent that has asked, and its child: each prints what a client that it has and a new one say.
 _FORK = """
@@ -70,7 +70,7 @@ def children(address: str, how: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_forked_child_makes_its_own_connection(fake: Fake, address: str) -> None:
+def test_a_forked_child_makes_its_own_connection(fake: FakeServer, address: str) -> None:
     peers: list[str] = []
     fake.fail = lambda context: peers.append(context.peer())
     out, errors = children(address, "idle").communicate(timeout=100)
@@ -80,7 +80,7 @@ def test_a_forked_child_makes_its_own_connection(fake: Fake, address: str) -> No
 
 
 def test_a_child_that_was_forked_during_a_call_is_refused_in_time() -> None:
-    fake, released = Fake(), threading.Event()
+    fake, released = FakeServer(), threading.Event()
 
     def hold(_: Any) -> None:
         if fake.calls[-1][0].raw_input_contents[0][0] == 2:
@@ -113,7 +113,7 @@ def test_a_child_of_a_process_with_asyncio_clients_is_refused(address: str) -> N
 
 
 @pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient])
-def test_a_client_can_be_pickled_and_copied(kind: Any, fake: Fake, address: str) -> None:
+def test_a_client_can_be_pickled_and_copied(kind: Any, fake: FakeServer, address: str) -> None:
     client = kind(address, "m", 20, retries=Retries(attempts=2), metadata={"token": "secret"})
     for again in (pickle.loads(pickle.dumps(client)), copy.copy(client)):
         assert (again._model, again._connection) == ("m", client._connection)

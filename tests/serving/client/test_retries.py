@@ -26,7 +26,7 @@ from serving.errors import (
     ServingError,
     SharedMemoryFull,
 )
-from tests.support.fake_server import Fake
+from tests.support.fake_server import FakeServer
 from tests.support.lookups import Lookup, lookup_sync
 
 # What each status of gRPC is to a caller, and whether the client tries again.
@@ -55,7 +55,9 @@ def test_no_status_of_grpc_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("status", STATUSES, ids=lambda status: status.name)
-def test_every_status_is_a_typed_error(lookup: Lookup, fake: Fake, address: str, status: grpc.StatusCode) -> None:
+def test_every_status_is_a_typed_error(
+    lookup: Lookup, fake: FakeServer, address: str, status: grpc.StatusCode
+) -> None:
     kind, retried = STATUSES[status]
     fake.fail = lambda context: context.abort(status, "because")
     with pytest.raises(ServingError, match=rf"^{address}: model 'm': because$") as caught:
@@ -65,7 +67,7 @@ def test_every_status_is_a_typed_error(lookup: Lookup, fake: Fake, address: str,
     assert caught.value.retryable or not retried
 
 
-def test_an_answer_after_two_failures_is_an_answer(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_an_answer_after_two_failures_is_an_answer(lookup: Lookup, fake: FakeServer, address: str) -> None:
     def fail(context: Any) -> None:
         if len(fake.calls) < 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
@@ -85,7 +87,7 @@ FULL = (grpc.StatusCode.INTERNAL, "Failed to increase the shared memory pool siz
 
 @pytest.mark.parametrize("said", [RELOADED, DEAD], ids=["reloaded", "dead"])
 def test_a_model_that_is_about_to_serve_again_is_waited_for(
-    lookup: Lookup, fake: Fake, address: str, said: tuple[grpc.StatusCode, str]
+    lookup: Lookup, fake: FakeServer, address: str, said: tuple[grpc.StatusCode, str]
 ) -> None:
     def fail(context: Any) -> None:
         if len(fake.calls) < 8:  # more often than `attempts`
@@ -98,7 +100,7 @@ def test_a_model_that_is_about_to_serve_again_is_waited_for(
 
 @pytest.mark.parametrize("said", [RELOADED, DEAD, FULL], ids=["reloaded", "dead", "full"])
 def test_what_is_not_over_in_time_is_retryable_and_says_so(
-    lookup: Lookup, fake: Fake, address: str, said: tuple[grpc.StatusCode, str]
+    lookup: Lookup, fake: FakeServer, address: str, said: tuple[grpc.StatusCode, str]
 ) -> None:
     fake.fail = lambda context: context.abort(*said)
     with pytest.raises(ServerUnavailable, match=r"try again(, unless it was unloaded)?$") as caught:
@@ -111,7 +113,7 @@ def test_what_is_not_over_in_time_is_retryable_and_says_so(
     assert len(fake.calls) == tries + 1
 
 
-def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fake: FakeServer, address: str) -> None:
     for said in ("'m' version 7 is not found", "'has no available versions' version 7 is not found"):
         fake.calls.clear()
         fake.fail = lambda context, said=said: context.abort(  # type: ignore[misc]
@@ -122,7 +124,7 @@ def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fa
         assert len(fake.calls) == 1
 
 
-def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: FakeServer, address: str) -> None:
     """A tritonserver that was started anew listens before it knows its models."""
 
     def fail(context: Any) -> None:
@@ -136,14 +138,14 @@ def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: Fake, addres
         lookup(address, retries=Retries(attempts=1))
 
 
-def test_one_attempt_is_one_attempt(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_one_attempt_is_one_attempt(lookup: Lookup, fake: FakeServer, address: str) -> None:
     fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "no")
     with pytest.raises(ServerUnavailable):
         lookup(address, retries=Retries(attempts=1))
     assert len(fake.calls) == 1
 
 
-def test_a_large_message_is_tried_again_too(lookup: Lookup, fake: Fake, address: str) -> None:
+def test_a_large_message_is_tried_again_too(lookup: Lookup, fake: FakeServer, address: str) -> None:
     """gRPC forgets messages over 256 KiB unless it is told to keep them."""
 
     def fail(context: Any) -> None:
@@ -163,7 +165,7 @@ def test_retries_are_bounded(attempts: int) -> None:
         Retries(attempts=attempts)
 
 
-def test_a_backoff_that_grpc_would_forget_is_refused(fake: Fake, address: str) -> None:
+def test_a_backoff_that_grpc_would_forget_is_refused(fake: FakeServer, address: str) -> None:
     with pytest.raises(ConfigurationError, match=r"backoff_s: expected 0\.002 to 1000000, got 0\.001"):
         Retries(backoff_s=0.001)
     fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "no")

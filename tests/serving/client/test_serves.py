@@ -11,11 +11,11 @@ from serving.client.connection import Connection
 from serving.client.serves import Serves, ask_all, differences
 from serving.server import Access, ServerTls, run_server
 from tests.support.certificates import write_certificates
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 from tests.support.servers import FREE
 
 
-class Dying(Fake):
+class Dying(FakeServer):
     """Two versions are loaded; the process of one has died, which newer releases of Triton notice."""
 
     def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -17,7 +17,7 @@ import pytest
 from serving.client import AsyncLookupClient, LookupClient, targets
 from serving.client.targets import Target, host_of
 from serving.errors import ServerUnavailable
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 NAMES = ["one.test:1", "two.test:2"]
 PATIENCE_S = 60.0
@@ -107,7 +107,7 @@ def test_the_host_of_an_address(address: str, host: str) -> None:
 def test_a_call_in_progress_is_answered_while_names_move(
     kind: type[LookupClient | AsyncLookupClient], resolver: Resolver
 ) -> None:
-    old, new = Fake(), Fake()
+    old, new = FakeServer(), FakeServer()
     asked, released = threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
@@ -146,7 +146,7 @@ def test_real_names_that_get_other_addresses(tmp_path: Path) -> None:
     """One name and several, in clients and in the channels of a router, by /etc/hosts of a namespace of its own."""
     hosts = tmp_path / "hosts"
     hosts.touch()
-    mount = f"mount --bind {hosts} /etc/hosts && exec {sys.executable} -m tests.support.moved_names"
+    mount = f"mount --bind {hosts} /etc/hosts && exec {sys.executable} -m tests.support.moved_addresses"
     namespace = ("unshare", "--mount", "--net", *(() if os.getuid() == 0 else ("--user", "--map-root-user")))
     environment = os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}  # ip, where only root looks
     done = subprocess.run(

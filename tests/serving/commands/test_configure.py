@@ -13,7 +13,7 @@ from serving.model.config_file import read_config, settings_of
 from serving.router.hosts_config import HostsConfig
 from tests.support.hosts import export_hosts
 from tests.support.models import SUM, collection, exported
-from tests.support.scored import EXACT, dlrm
+from tests.support.scored_models import EXACT, dlrm
 from tests.support.servers import tbe_serve
 
 

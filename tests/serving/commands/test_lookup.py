@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from serving.__main__ import app
 from serving.engine import Engine
 from serving.server import Server
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 from tests.support.servers import tbe_serve
 
 
@@ -61,7 +61,7 @@ def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
         + b"9" * 5000
         + b']]}\n{"x": {"values": [1], "lengths": [1], "weights": ["x"]}}\n{"x": [[1]]}\n'
     )
-    with serving(Fake()) as address:
+    with serving(FakeServer()) as address:
         done = CliRunner().invoke(app, ["lookup", "m", "--url", address], input=lines)
     said = done.stderr.splitlines()
     assert [line.partition(": expected")[0] for line in said[:2]] == ["tbe-serve: line 1", "tbe-serve: line 2"]
@@ -74,7 +74,7 @@ def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
     "code", ["INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "UNAVAILABLE"]
 )
 def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
-    fake = Fake()
+    fake = FakeServer()
 
     def fail(context: Any) -> None:
         asked, _, _ = fake.calls[-1]
@@ -92,7 +92,7 @@ def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
 
 def test_a_blank_line_is_passed_over_and_counted() -> None:
     lines = '\n{"x": [[1]]}\n \t\r\nnonsense\n\n{"x": [[2]]}\n\n'
-    with serving(Fake()) as address:
+    with serving(FakeServer()) as address:
         done = CliRunner().invoke(app, ["lookup", "m", "--url", address], input=lines)
     assert [line.partition(": expected")[0] for line in done.stderr.splitlines()] == ["tbe-serve: line 4"]
     assert len(done.stdout.splitlines()) == 2

@@ -31,7 +31,7 @@ from serving.server import delta_service
 from serving.tables import memory_budget
 from serving.tables.mutable_tables import LIVE_SERVER, live_copies
 from tests.support.commands import tbe_export
-from tests.support.live import applying, publish_number, published, wait_until, wait_until_applied
+from tests.support.mutable_tables import applying, publish_number, published, wait_until, wait_until_applied
 
 ROWS, DIM = 100, 8
 

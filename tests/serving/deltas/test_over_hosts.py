@@ -25,9 +25,9 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
 from tests.support.hosts import MODEL, export_hosts, in_one_process
-from tests.support.live import PATIENCE_S, changed_rows
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection, random_bags
-from tests.support.often import one_in
+from tests.support.mutable_tables import PATIENCE_S, changed_rows
 from tests.support.ranker import ranker
 from tests.support.servers import metric, running
 

@@ -18,8 +18,8 @@ from serving.engine import Engine
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings, WeightsMemory
 from tests.support.commands import tbe_export
-from tests.support.live import PATIENCE_S, changed_rows, publish_number, published
 from tests.support.models import MIXED, MIXED_CONFIG, collection, random_bags
+from tests.support.mutable_tables import PATIENCE_S, changed_rows, publish_number, published
 from tests.support.servers import Running, metric, page, running, stubs, tbe_serve, wait_for_answer
 
 DIM = 16

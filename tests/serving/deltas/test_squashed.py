@@ -30,7 +30,8 @@ from serving.tables import delta_writer
 from serving.tables.mutable_tables import LiveCopy, remove_unused_live_copies
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
-from tests.support.live import (
+from tests.support.long_cases import one_in
+from tests.support.mutable_tables import (
     applying,
     publish_number,
     published,
@@ -39,7 +40,6 @@ from tests.support.live import (
     wait_until,
     wait_until_applied,
 )
-from tests.support.often import one_in
 
 ROWS, DIM, LAST = 200, 16, 12
 KINDS = [

@@ -37,8 +37,8 @@ from serving.tables.mutable_tables import (
     live_copies,
     remove_unused_live_copies,
 )
-from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
+from tests.support.mutable_tables import applying, publish_number, published, readers, seen_by, wait_until_applied
 
 KINDS = [
     pytest.param(WeightDtype.INT8, 512, Sharding(), id="int8"),

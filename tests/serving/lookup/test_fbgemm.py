@@ -8,7 +8,7 @@ import pytest
 
 from serving.errors import EnvironmentMismatch
 from serving.lookup import program
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
 
 
 @pytest.mark.parametrize("model", one_in(2, ["sharded", "mixed"]))

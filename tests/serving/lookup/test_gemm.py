@@ -14,7 +14,7 @@ from serving.lookup import gemm
 from serving.lookup.gemm import _is_amd, linear, replace_large_products
 from serving.lookup.program import torchscript
 from tests.support.models import Spec, collection
-from tests.support.scored import EXACT
+from tests.support.scored_models import EXACT
 
 HEIGHTS = (0, 1, 63, 64, 65, 128, 200, 511, 512, 700, 1024, 2500)
 # Of FP32, for sums of a few hundred products.

@@ -20,11 +20,11 @@ from serving.lookup.threads import Threads
 from serving.requests.accept import accept
 from serving.requests.answers import JaggedRows
 from serving.requests.encoding import encode
+from tests.support.long_cases import one_in
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
-from tests.support.often import one_in
-from tests.support.positioned import LONGEST, positioned
-from tests.support.positioned import SPECS as POSITIONED
-from tests.support.sequences import POOLED, ROWS, Mixed
+from tests.support.position_weights import LONGEST, positioned
+from tests.support.position_weights import SPECS as POSITIONED
+from tests.support.sequence_models import POOLED, ROWS, Mixed
 
 THREADS = (2, 3, 4)
 # The most bytes of a block, and the most samples: a bag at a time, some samples of a feature, some features, everything.

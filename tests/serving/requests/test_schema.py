@@ -9,7 +9,7 @@ import pytest
 
 from serving.errors import InvalidRequest
 from serving.requests.schema import FeatureSet, LookupSchema
-from tests.support.growth import without_collector
+from tests.support.leak_check import without_collector
 from tests.support.requests import NAMES, schema
 
 

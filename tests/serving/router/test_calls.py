@@ -19,7 +19,7 @@ from serving.router.calls import HostCaller, HostCallers, wait_all
 from serving.router.host import Host
 from serving.router.messages import PartialRequest
 from serving.router.replicas import LoopThread
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 REQUEST = PartialRequest(np.array([1, 2]), np.array([2], np.int32), None, None, samples=1, columns=2)
 PLANNED = PlannedHost(segments=("x",), columns=2, id_dtype=IdDtype.INT32, is_weighted=False, part_of="p/0")
@@ -46,7 +46,7 @@ def waits_for(event: threading.Event) -> Does:
 @contextmanager
 def hosts(
     *each: Sequence[Does], timeout_s: float = 5.0, replicas: int = 2
-) -> Iterator[tuple[HostCallers, list[list[Fake]]]]:
+) -> Iterator[tuple[HostCallers, list[list[FakeServer]]]]:
     """Hosts of the ranks 1, 2, …, whose replicas do as told, each call as the next says; the last goes on."""
     with ExitStack() as stack:
         loop = stack.enter_context(closing(LoopThread()))
@@ -69,22 +69,22 @@ def hosts(
                 loop.start(behind.close()).result()
 
 
-def replicas_that(does: Sequence[Does], replicas: int) -> list[Fake]:
+def replicas_that(does: Sequence[Does], replicas: int) -> list[FakeServer]:
     calls = itertools.count()
-    fakes = [Fake() for _ in range(replicas)]
+    fakes = [FakeServer() for _ in range(replicas)]
     for fake in fakes:
         fake.fail = lambda context: does[min(next(calls), len(does) - 1)](context)
     return fakes
 
 
 @contextmanager
-def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tuple[HostCaller, list[Fake]]]:
+def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tuple[HostCaller, list[FakeServer]]]:
     """As `hosts`, one."""
     with hosts(does, timeout_s=timeout_s, replicas=replicas) as (caller, (fakes,)):
         yield caller.by_rank[1], fakes
 
 
-def asked(fakes: list[Fake]) -> int:
+def asked(fakes: list[FakeServer]) -> int:
     return sum(len(fake.calls) for fake in fakes)
 
 

@@ -49,7 +49,7 @@ from tests.support.host_faults import (
     until_right_in_a_row,
 )
 from tests.support.hosts import MODEL
-from tests.support.often import BREATH_S, one_in
+from tests.support.long_cases import BREATH_S, one_in
 from tests.support.relay import Relay
 from tests.support.servers import Running, at_once, metric, stubs, tbe_serve, until_answered
 

@@ -20,18 +20,18 @@ from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from serving.requests.types import EMBEDDINGS
 from serving.router.hosts_config import HostsConfig
+from tests.support.broken_http2 import WIRES, Wire, serve_http2
+from tests.support.fake_hosts import BEHAVIOURS, Behaviour, FakeHost, fake_hosts, honest
 from tests.support.host_faults import SPECS, Version, bags, export_version, open_plan
 from tests.support.hosts import edit_manifest
-from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth
-from tests.support.lying_wires import WIRES, Wire, on_the_wire
-from tests.support.often import one_in
+from tests.support.long_cases import one_in
 
 # A call takes milliseconds. Only hosts that fall silent are waited for.
 TIMEOUT_S, SILENT_S = 20.0, 2.0
 # With no sample there are no numbers, and nothing is wrong with these.
 SEEN_WITHOUT_NUMBERS = [
     pytest.param(*lie, id=name, marks=[pytest.mark.long] if "200 MB" in name else [])
-    for name, lie in LIES.items()
+    for name, lie in BEHAVIOURS.items()
     if name not in ("FP16", "typed numbers", "a byte less")
 ]
 
@@ -41,7 +41,7 @@ class Served:
     """A router's bundle and its hosts. `liar` is the number of one, and `kept` the features that need nothing of it."""
 
     version: Version
-    hosts: Mapping[int, LyingHost]
+    hosts: Mapping[int, FakeHost]
     liar: int
     needed: list[str]
     kept: list[str]
@@ -60,15 +60,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     features = {
         name: [spec.features[0] for spec in SPECS if (spec.name in on_liar) == name] for name in (True, False)
     }
-    with lying_hosts(version.bundle) as hosts:
+    with fake_hosts(version.bundle) as hosts:
         yield Served(version, hosts, liar, features[True], features[False])
 
 
 @pytest.fixture
-def liar(served: Served) -> Iterator[LyingHost]:
+def liar(served: Served) -> Iterator[FakeHost]:
     host = served.hosts[served.liar]
     yield host
-    host.lie, host.refuses = truth, 0
+    host.behaviour, host.refuses = honest, 0
 
 
 @contextmanager
@@ -110,13 +110,15 @@ def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
         pytest.param(1, id="at the second attempt", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize(("lie", "said"), one_in(3, [pytest.param(*each, id=name) for name, each in LIES.items()]))
+@pytest.mark.parametrize(
+    ("lie", "said"), one_in(3, [pytest.param(*each, id=name) for name, each in BEHAVIOURS.items()])
+)
 def test_a_lie_harms_those_alone_that_need_the_host(
-    served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str, refuses: int
+    served: Served, engine: Engine, liar: FakeHost, lie: Behaviour, said: str, refuses: int
 ) -> None:
-    liar.lie, liar.refuses = lie, refuses
+    liar.behaviour, liar.refuses = lie, refuses
     assert_lost_and_kept(served, engine, said)
-    liar.lie = truth
+    liar.behaviour = honest
     every = bags([*served.needed, *served.kept], 3)
     for name, rows in served.version.one.lookup(every).items():
         np.testing.assert_array_equal(engine.lookup(every)[name], rows)
@@ -125,9 +127,9 @@ def test_a_lie_harms_those_alone_that_need_the_host(
 @pytest.mark.promise("A router loads no version and is unhealthy while a host answers nothing valid")
 @pytest.mark.parametrize(("lie", "said"), one_in(4, SEEN_WITHOUT_NUMBERS))
 def test_health_and_opening_look_at_the_answer(
-    served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str
+    served: Served, engine: Engine, liar: FakeHost, lie: Behaviour, said: str
 ) -> None:
-    liar.lie = lie
+    liar.behaviour = lie
     with pytest.raises(
         HostUnavailable, match=rf"^host {served.liar} \(movies-host-{served.liar} version 1 at .*{said}"
     ):
@@ -148,12 +150,12 @@ def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, 
         answers.append(response.SerializeToString())
         yield answers[-1]
 
-    host.lie = kept
+    host.behaviour = kept
     with opened(served) as engine:
         answers.clear()
         engine.lookup(request)
-    host.lie = truth
-    with on_the_wire(does, answers[0]) as address:
+    host.behaviour = honest
+    with serve_http2(does, answers[0]) as address:
         addresses = HostsConfig(addresses=served.addresses(address), timeout_s=SILENT_S)
         with Engine(open_bundle(served.version.bundle), addresses, None) as engine:
             assert_lost_and_kept(served, engine, "")
@@ -196,7 +198,7 @@ def test_bundles_of_another_plan_are_refused_when_the_engine_opens(served: Serve
         edit_manifest(bundle, part_of=replaced(part, plan="0" * 64))
         hosts.append(replaced(each, manifest=open_bundle(bundle).digest))
     edit_manifest(router, hosts=tuple(hosts))
-    with lying_hosts(router) as honest:
+    with fake_hosts(router) as honest:
         assert_refused_as_another_part(router, {number: each.address for number, each in honest.items()})
 
 

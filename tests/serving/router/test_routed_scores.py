@@ -20,11 +20,11 @@ from serving.router.hosts_config import OnShardFailure
 from serving.server import Supervisor
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
+from tests.support.long_cases import BREATH_S
 from tests.support.models import MIXED
-from tests.support.often import BREATH_S
-from tests.support.scored import EXACT, ON_HOSTS, own_scores, random_request, trained, two_tower
+from tests.support.raw_id_ranker import RAW, Whole, random_whole
+from tests.support.scored_models import EXACT, ON_HOSTS, own_scores, random_request, trained, two_tower
 from tests.support.servers import lose
-from tests.support.whole import RAW, Whole, random_whole
 
 
 @pytest.mark.long

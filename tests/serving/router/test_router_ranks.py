@@ -23,8 +23,8 @@ from serving.errors import ConfigurationError, HostUnavailable, InvalidRequest
 from serving.router.hosts_config import HostsConfig
 from serving.router.replicas import replicas_of
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only, patient
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection, random_bags
-from tests.support.often import one_in
 from tests.support.servers import at_once, metric, running, scrape, tbe_serve
 
 # Every sharding type, pooling and dtype; rows that no number of hosts divides. A model cannot have all of them: the

@@ -23,8 +23,8 @@ from tests.export.test_hosts import CONFIG, mixed
 from tests.support.certificates import write_certificates
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import MIXED, random_bags
+from tests.support.server_waits import wait_until
 from tests.support.servers import Running, running, tritonservers_of
-from tests.support.watched import wait_until
 
 
 @pytest.fixture(scope="module")

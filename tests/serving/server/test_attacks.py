@@ -26,7 +26,7 @@ from tests.support.attackers import (
     warm_up,
 )
 from tests.support.models import SUM, collection
-from tests.support.no_files import KINDS, put
+from tests.support.special_files import KINDS, put
 
 
 def unverified(target: Target) -> None:

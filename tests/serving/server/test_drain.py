@@ -22,6 +22,7 @@ from serving.triton.command_line import age_options
 from tests.support.certificates import write_certificates
 from tests.support.models import SUM, collection, exported
 from tests.support.relay import Relay
+from tests.support.server_waits import PATIENCE_S, ended, wait_until
 from tests.support.servers import (
     FREE_PORTS,
     Running,
@@ -32,7 +33,6 @@ from tests.support.servers import (
     tbe_serve,
     wait_for_execution,
 )
-from tests.support.watched import PATIENCE_S, ended, wait_until
 
 AGE = "--grpc-max-connection-age"
 DRAIN_S = 8

@@ -14,8 +14,8 @@ from serving.server.hang_check import HangCheck
 from serving.triton.control import Control
 from tests.support.models import collection
 from tests.support.ranker import ranker
-from tests.support.scored import two_tower
-from tests.support.sequences import sequences
+from tests.support.scored_models import two_tower
+from tests.support.sequence_models import sequences
 from tests.support.servers import FREE
 
 NOWHERE = Control(address="127.0.0.1:1", key=None, timeout_s=0.01)

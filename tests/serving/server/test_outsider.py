@@ -20,7 +20,7 @@ from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.server import run_server
 from tests.support.models import SUM, collection
-from tests.support.outsider import try_all
+from tests.support.other_user import try_all
 from tests.support.servers import FREE, running
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

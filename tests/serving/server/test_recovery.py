@@ -20,8 +20,8 @@ from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.client import LookupClient, Retries
 from serving.errors import DeadlineExceeded, ModelUnavailable, ServerUnavailable, TritonserverFailed
 from serving.server import run_server
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, Spec, collection
-from tests.support.often import one_in
 from tests.support.servers import (
     FREE,
     add_gate,

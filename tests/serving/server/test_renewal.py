@@ -24,11 +24,11 @@ from serving.client import LookupClient, Tls
 from serving.errors import ServingError
 from serving.tables.mutable_tables import LIVE_PREFIX
 from tests.support.certificates import write_certificates
-from tests.support.live import publish_number, published
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection
-from tests.support.often import one_in
+from tests.support.mutable_tables import publish_number, published
+from tests.support.server_waits import PATIENCE_S, listening, stopped, wait_until
 from tests.support.servers import Running, page, running, tbe_serve, tritonservers_of
-from tests.support.watched import PATIENCE_S, listening, stopped, wait_until
 
 ASKED = {"x": [[1]]}
 # In place of five minutes.

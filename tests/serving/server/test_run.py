@@ -28,8 +28,8 @@ from serving.server import Ports, Server, run_server, startup
 from serving.server.child_process import GLIBC, malloc_of
 from serving.server.run import expect_not_hidden
 from serving.server.running_server import ServedModel
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection
-from tests.support.often import one_in
 from tests.support.servers import (
     FREE,
     FREE_PORTS,

@@ -12,6 +12,7 @@ from serving.client import LookupClient
 from tests.faults.clients import message
 from tests.fuzz.run import METHOD
 from tests.support.models import exported
+from tests.support.server_waits import PATIENCE_S, another_answers, ended, stopped, wait_until
 from tests.support.servers import (
     add_gate,
     held,
@@ -23,7 +24,6 @@ from tests.support.servers import (
     wait_for_answer,
     wait_for_execution,
 )
-from tests.support.watched import PATIENCE_S, another_answers, ended, stopped, wait_until
 
 
 @pytest.fixture

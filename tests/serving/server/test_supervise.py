@@ -18,8 +18,9 @@ from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from serving.server.run_file import find_run_file
 from serving.server.supervise import MOST
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection
-from tests.support.often import one_in
+from tests.support.server_waits import PATIENCE_S, another_answers, ended, listening, stopped, wait_until
 from tests.support.servers import (
     FREE_PORTS,
     apart,
@@ -30,7 +31,6 @@ from tests.support.servers import (
     tbe_serve,
     wait_for_answer,
 )
-from tests.support.watched import PATIENCE_S, another_answers, ended, listening, stopped, wait_until
 
 
 @pytest.fixture

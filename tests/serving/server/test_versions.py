@@ -22,8 +22,8 @@ from serving.server import Control, Server, run_server
 from tests.support import oracle
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until
+from tests.support.long_cases import BREATH_S, one_in
 from tests.support.models import SUM, Bags, collection, random_bags, table_of
-from tests.support.often import BREATH_S, one_in
 from tests.support.servers import FREE, tbe_serve, until_answered
 
 

@@ -18,8 +18,8 @@ from serving.requests.validate import validate
 from serving.tables import memory_budget
 from serving.tables.pages import cached
 from serving.tables.read_ahead import ReadAhead
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
-from tests.support.often import one_in
 
 SPECS = (
     Spec("a", 3000, 64, "SUM", ("x", "y")),

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from export.__main__ import app as tbe_export
 from serving.__main__ import app as tbe_serve
+from tests.support.long_cases import one_in
 from tests.support.models import collection
-from tests.support.often import one_in
 
 LONG = "n" * 5000
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e309", f"{10**30}", "1.5"]

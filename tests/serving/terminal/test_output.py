@@ -19,7 +19,7 @@ from serving.__main__ import app as tbe_serve
 from serving.bundle.release import release_path
 from serving.terminal.output import TAKE_ALL, Output, escaped, print_json
 from tests.support.commands import TRAINED
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 ENCODINGS = ["ascii", "latin-1", "utf-8"]
 FULL = b"standard output: No space left on device: what was printed is not complete\n"
@@ -102,7 +102,7 @@ def run(command: Sequence[str], *, into: str = "", **more: Any) -> "subprocess.C
 
 def test_answers_are_printed_in_ascii_and_for_nobody() -> None:
     lines = b'{"x": [[1]]}\n' * 5000
-    fake = Fake()
+    fake = FakeServer()
     with serving(fake) as address:
         lookup = ["serving", "lookup", "m", "--url", address, "--timeout-s", "60"]
         done = run([*lookup, "--table"], input=lines[:13])

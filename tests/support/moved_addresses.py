@@ -1,6 +1,6 @@
 """Names whose hosts all get other addresses: run as root of a mount and a network namespace, with its own /etc/hosts.
 
-    unshare --mount --net sh -c 'mount --bind FILE /etc/hosts && python -m tests.support.moved_names'
+    unshare --mount --net sh -c 'mount --bind FILE /etc/hosts && python -m tests.support.moved_addresses'
 
 Prints, in JSON, who found the new addresses. Exits with 1 if somebody does not.
 """
@@ -23,7 +23,7 @@ from serving.client.retries import Retries
 from serving.errors import ServingError
 from serving.protocol.messages import ModelInferRequest
 from serving.router.host import Channels
-from tests.support.fake_server import Fake, serving
+from tests.support.fake_server import FakeServer, serving
 
 PORT = 8001
 NAMES = ("one.test", "two.test")
@@ -84,14 +84,14 @@ async def main() -> None:
     asking |= {f"{who}, two names": ask for who, ask in clients(several).items()}
     with ExitStack() as old:
         for host in BEFORE:
-            old.enter_context(serving(Fake(), host, PORT))
+            old.enter_context(serving(FakeServer(), host, PORT))
         answered = await asyncio.gather(
             *(until_answered(ask, time.monotonic() + PATIENCE_S) for ask in asking.values())
         )
         assert all(answered), answered
     with ExitStack() as new:
         for host in AFTER:
-            new.enter_context(serving(Fake(), host, PORT))
+            new.enter_context(serving(FakeServer(), host, PORT))
         name(*AFTER)
         end = time.monotonic() + PATIENCE_S
         found: list[Any] = await asyncio.gather(*(until_answered(ask, end) for ask in asking.values()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.managed import behind, ids_of, mch, trained
+from tests.support.managed_collision import behind, ids_of, mch, trained
 from tests.support.models import MIXED, Bags, Spec, collection, random_bags
 
 RAW = Spec("raw", 40, 8, "SUM", ("raw_ids",))

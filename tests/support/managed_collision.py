@@ -25,7 +25,7 @@ from torchrec.modules.mc_modules import (
 from export.trained.managed import looking_up
 from serving.client import JaggedRows
 from tests.support.models import Bags, Spec, collection, flat
-from tests.support.sequences import sequences
+from tests.support.sequence_models import sequences
 
 CPU = torch.device("cpu")
 SPECS = (

@@ -15,7 +15,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 
 from export import ExportConfig, Sharding, WeightDtype
 from tests.support.models import Bags, Spec, collection, flat
-from tests.support.positioned import LONGEST, positioned
+from tests.support.position_weights import LONGEST, positioned
 
 WIDTH = 13
 EXACT = ExportConfig(scores=True, dtype={"*": WeightDtype.FP32})

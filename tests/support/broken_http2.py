@@ -67,7 +67,7 @@ WIRES: dict[str, Wire] = {
 
 
 @contextmanager
-def on_the_wire(does: Wire, answer: bytes) -> Iterator[str]:
+def serve_http2(does: Wire, answer: bytes) -> Iterator[str]:
     """A server of HTTP/2 that does as told with every request; gets its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()

@@ -131,7 +131,7 @@ def wait_until_applied(copies: LiveCopies, sequence: int) -> Applied:
 
 def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.Popen[str]"]:
     """Processes that read all rows until the number `last` is in them, each ready to."""
-    command = [sys.executable, "-m", "tests.support.live_reader", bundle, rows, last]
+    command = [sys.executable, "-m", "tests.support.row_reader", bundle, rows, last]
     started = [
         subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=os.environ)
         for _ in range(count)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from serving.bundle.scores import DenseInput, DensePart, JaggedInput, JaggedKind
+from tests.support.handwritten_dense_part import with_dense_part
 from tests.support.models import Bags, random_bags
-from tests.support.own_dense_part import with_dense_part
-from tests.support.sequences import SPECS, Mixed, kjt_of
+from tests.support.sequence_models import SPECS, Mixed, kjt_of
 
 Numbers = npt.NDArray[Any]
 INPUTS = (DenseInput("price", (2,)),)

@@ -1,7 +1,7 @@
 """Train a collection behind a managed collision module with TorchRec's DistributedModelParallel on two gloo processes,
 and save it with torch.distributed.checkpoint.
 
-Usage: python -m tests.support.sharded_managed FOLDER POOLING
+Usage: python -m tests.support.managed_collision_training FOLDER POOLING
 """
 
 import sys
@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support.managed import CPU, POLICIES, bags_of, behind, kjt_of, numbers_of
+from tests.support.managed_collision import CPU, POLICIES, bags_of, behind, kjt_of, numbers_of
 from tests.support.models import Spec
 from tests.support.two_processes import WORLD_SIZE, process_group, spawn_both
 

@@ -17,14 +17,16 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 Numbers = npt.NDArray[Any]
 
 
-def asked(module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
+def request_of_call(module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
     """The features in an example; and its tensors by their path, whether they are dense inputs or not. Values of keys
     are among both: they may be ids, or numbers of ids.
     """
     features: dict[str, Any] = {}
     tensors: dict[str, Numbers] = {}
     names = list(inspect.signature(module.forward).parameters)
-    for path, leaf in found_in("", example if isinstance(example, dict) else dict(zip(names, example, strict=False))):
+    for path, leaf in leaves_of_call(
+        "", example if isinstance(example, dict) else dict(zip(names, example, strict=False))
+    ):
         if isinstance(leaf, KeyedJaggedTensor):
             for key in leaf.keys():  # noqa: SIM118  no mapping
                 features[key], tensors[key] = column_of(leaf[key]), leaf[key].values().numpy()
@@ -40,18 +42,18 @@ def column_of(jagged: JaggedTensor) -> dict[str, Numbers]:
     return found if jagged.weights_or_none() is None else {**found, "weights": jagged.weights().numpy()}
 
 
-def found_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves_of_call(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The tensors and jagged tensors in a value, with their paths."""
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
         yield path, value
     elif isinstance(value, KeyedTensor):
         yield path, value.values()
     else:
-        for name, part in parts_of(value):
-            yield from found_in(f"{path}.{name}" if path else name, part)
+        for name, part in children(value):
+            yield from leaves_of_call(f"{path}.{name}" if path else name, part)
 
 
-def parts_of(value: Any) -> list[tuple[str, Any]]:
+def children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
         return list(value.items())
     if hasattr(value, "_asdict"):
@@ -61,14 +63,14 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     return list(vars(value).items()) if hasattr(value, "__dict__") else []
 
 
-def answered(module: nn.Module, example: Any) -> dict[str, Numbers]:
+def answer_of_call(module: nn.Module, example: Any) -> dict[str, Numbers]:
     """The tensors that a module answers to an example, run by TorchRec, by the names that they are served by."""
     with torch.no_grad():
         answer = module(**example) if isinstance(example, dict) else module(*example)
-    return {name: each.float().numpy() for name, each in outputs_in("", answer)}
+    return {name: each.float().numpy() for name, each in leaves_of_answer("", answer)}
 
 
-def outputs_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def leaves_of_answer(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor | JaggedTensor):
         yield path or "scores", value if isinstance(value, Tensor) else value.values()
         return
@@ -80,10 +82,10 @@ def outputs_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
         for name, each in value.items():
-            yield from outputs_in(f"{path}.{name}" if path else name, each)
+            yield from leaves_of_answer(f"{path}.{name}" if path else name, each)
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
-            yield from outputs_in(f"{path or 'scores'}_{number}", each)
+            yield from leaves_of_answer(f"{path or 'scores'}_{number}", each)
 
 
 def assert_close(found: Mapping[str, Numbers], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:

@@ -1,6 +1,6 @@
 """Another user of the machine, who tries all that a server leaves lying about.
 
-    python tests/support/outsider.py < JSON of {"paths": […], "processes": […]}
+    python tests/support/other_user.py < JSON of {"paths": […], "processes": […]}
 
 Run as root, it becomes `nobody`. Prints as JSON what succeeded of what it tried: [["read", "/dev/shm/…"], …].
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.support.models import Spec
-from tests.support.sequences import kjt_of, sequences
+from tests.support.sequence_models import kjt_of, sequences
 
 DIM, LONGEST = 8, 5
 TABLES = (Spec("film", 60, DIM, "NONE", ("seen", "target")), Spec("shop", 30, DIM, "NONE", ("bought_in",)))

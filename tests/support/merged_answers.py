@@ -14,7 +14,7 @@ from serving.requests.types import Tensors
 from tests.serving.backend.test_answering import Counter
 
 
-def answers_of(bundle: Path, requests: list[Tensors], limits: Limits | None = None) -> list[Any]:
+def merged_answers(bundle: Path, requests: list[Tensors], limits: Limits | None = None) -> list[Any]:
     """The outcomes of requests that come together."""
     engine = Engine.open(bundle)
     metrics = LookupMetrics(

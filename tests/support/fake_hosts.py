@@ -1,4 +1,4 @@
-"""Hosts that lie: servers in this process that know a host's sums, and what they send instead."""
+"""Fake hosts: servers in this process that compute a host's sums, and the wrong answers that they can send instead."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,55 +19,55 @@ from serving.requests.accept import check_bundle
 from serving.requests.types import EMBEDDINGS, Tensors
 from serving.router.messages import METHOD
 
-# What is sent in place of an answer: messages, and a status at the end. It may end the call through the context.
-Lie = Callable[[Any, Any], Iterator[bytes]]
+# What a fake host sends, given the correct response: messages. It may end the call with a status through the context.
+Behaviour = Callable[[Any, Any], Iterator[bytes]]
 _INPUTS = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32}
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-def truth(response: Any, _: Any) -> Iterator[bytes]:
-    """No lie."""
+def honest(response: Any, _: Any) -> Iterator[bytes]:
+    """The correct answer."""
     yield response.SerializeToString()
 
 
-def edited(edit: Callable[[Any], None]) -> Lie:
+def edited(edit: Callable[[Any], None]) -> Behaviour:
     """The answer, changed."""
 
-    def lie(response: Any, _: Any) -> Iterator[bytes]:
+    def behaviour(response: Any, _: Any) -> Iterator[bytes]:
         edit(response)
         yield response.SerializeToString()
 
-    return lie
+    return behaviour
 
 
-def sent(*messages: bytes) -> Lie:
+def messages(*contents: bytes) -> Behaviour:
     """Other messages, and the status OK."""
-    return lambda response, context: iter(messages)  # noqa: ARG005
+    return lambda response, context: iter(contents)  # noqa: ARG005
 
 
-def told(code: grpc.StatusCode, details: str = "told so", *, after: Lie | None = None) -> Lie:
+def status(code: grpc.StatusCode, details: str = "as told", *, after: Behaviour | None = None) -> Behaviour:
     """A status, which may come behind messages."""
 
-    def lie(response: Any, context: Any) -> Iterator[bytes]:
+    def behaviour(response: Any, context: Any) -> Iterator[bytes]:
         yield from () if after is None else after(response, context)
         context.abort(code, details)
 
-    return lie
+    return behaviour
 
 
-class LyingHost(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A host of a router's plan, at `address`. It answers as its bundle says, until it is told to lie.
+class FakeHost(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A host of a router's plan, at `address`. It answers from its bundle, in the way of its behaviour.
 
     Attributes:
-        lie: what it does with its answers.
-        refuses: how many attempts it refuses as UNAVAILABLE before it does so.
+        behaviour: what it sends for each correct answer.
+        refuses: how many attempts it refuses as UNAVAILABLE first.
         asked: how many attempts there were.
     """
 
-    def __init__(self, bundle: Path) -> None:
+    def __init__(self, bundle: Path, behaviour: "Behaviour | None" = None) -> None:
         self._engine = Engine.open(bundle)
         self._one_at_a_time = threading.Lock()
-        self.lie: Lie = truth
+        self.behaviour = behaviour or honest
         self.refuses = self.asked = 0
         self.address = ""
 
@@ -79,10 +79,10 @@ class LyingHost(grpc.GenericRpcHandler):  # type: ignore[misc]
         if self.refuses > 0:
             self.refuses -= 1
             context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
-        yield from self.lie(self.answer(pb.ModelInferRequest.FromString(message), context), context)
+        yield from self.behaviour(self.answer(pb.ModelInferRequest.FromString(message), context), context)
 
     def answer(self, request: Any, context: Any) -> Any:
-        """The truth."""
+        """The correct response."""
         parameters = {name: each.string_param for name, each in request.parameters.items()}
         arrays = {
             each.name: np.frombuffer(raw, _INPUTS[each.datatype])
@@ -109,9 +109,9 @@ class LyingHost(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 @contextmanager
-def lying_hosts(router: Path) -> Iterator[Mapping[int, LyingHost]]:
-    """The hosts of a router's bundle, by their number. All are honest for now."""
-    found = {each.host: LyingHost(path_of(router, each)) for each in open_bundle(router).manifest.hosts}
+def fake_hosts(router: Path) -> Iterator[Mapping[int, FakeHost]]:
+    """The hosts of a router's bundle, by their number. All answer correctly until their behaviour is set."""
+    found = {each.host: FakeHost(path_of(router, each)) for each in open_bundle(router).manifest.hosts}
     servers = []
     for each in found.values():
         server = grpc.server(futures.ThreadPoolExecutor(8), handlers=[each], options=UNLIMITED)
@@ -128,7 +128,7 @@ def lying_hosts(router: Path) -> Iterator[Mapping[int, LyingHost]]:
 MEGABYTES = 200
 
 
-def another(**fields: Any) -> Lie:
+def another(**fields: Any) -> Behaviour:
     """Other fields of the response."""
 
     def edit(response: Any) -> None:
@@ -138,7 +138,7 @@ def another(**fields: Any) -> Lie:
     return edited(edit)
 
 
-def output(**fields: Any) -> Lie:
+def output(**fields: Any) -> Behaviour:
     """Other fields of its output."""
 
     def edit(response: Any) -> None:
@@ -148,11 +148,11 @@ def output(**fields: Any) -> Lie:
     return edited(edit)
 
 
-def reshaped(*shape: int) -> Lie:
+def reshaped(*shape: int) -> Behaviour:
     return edited(lambda response: response.outputs[0].shape.__setitem__(slice(None), shape))
 
 
-def numbers(change: Any) -> Lie:
+def numbers(change: Any) -> Behaviour:
     """Other bytes."""
 
     def edit(response: Any) -> None:
@@ -199,8 +199,8 @@ def compressed(response: Any, context: Any) -> Iterator[bytes]:
 
 
 TOO_LARGE = r"RESOURCE_EXHAUSTED: .*larger than max"
-# What is sent, and what is said of it.
-LIES: dict[str, tuple[Lie, str]] = {
+# Wrong behaviours, each with a pattern of the error that the router raises.
+BEHAVIOURS: dict[str, tuple[Behaviour, str]] = {
     "another model": (
         another(model_name="movies-host-9"),
         r"expected an answer of 'movies-host-\d' version '1', got",
@@ -230,25 +230,25 @@ LIES: dict[str, tuple[Lie, str]] = {
     "a byte more": (numbers(lambda raw: raw + b"\0"), r"expected FP32 \[1, \d+, \d+\], got \d+ bytes"),
     "200 MB": (of_zeros, TOO_LARGE),
     "200 MB, compressed": (compressed, TOO_LARGE),
-    "no message": (sent(), r"expected a response, got none$"),
-    "an empty message": (sent(b""), r"got one of '' version ''$"),
-    "bytes that are no message": (sent(b"\xff" * 100), r"expected a ModelInferResponse, got other bytes$"),
-    "half a message": (sent(b"\x0a\x7fmovies"), r"expected a ModelInferResponse, got other bytes$"),
+    "no message": (messages(), r"expected a response, got none$"),
+    "an empty message": (messages(b""), r"got one of '' version ''$"),
+    "bytes that are no message": (messages(b"\xff" * 100), r"expected a ModelInferResponse, got other bytes$"),
+    "half a message": (messages(b"\x0a\x7fmovies"), r"expected a ModelInferResponse, got other bytes$"),
     "a name that is not UTF-8": (unlike_utf8, r"expected a ModelInferResponse, got other bytes$"),
     "two messages": (twice, r"expected one response, got more$"),
     "messages without end": (on_and_on, r"expected one response, got more$"),
     **{
-        f"{code.name} behind the message": (told(code, after=truth), r"told so$")
+        f"{code.name} behind the message": (status(code, after=honest), r"as told$")
         for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS)
     },
     **{
-        f"{code.name}": (told(code), r"told so|no answer within")
+        f"{code.name}": (status(code), r"as told|no answer within")
         for code in grpc.StatusCode
         if code is not grpc.StatusCode.OK
     },
     "a status of control characters": (
-        told(grpc.StatusCode.INTERNAL, "\x1b[2J\r\n\u202e"),
+        status(grpc.StatusCode.INTERNAL, "\x1b[2J\r\n\u202e"),
         r"\\x1b\[2J\\r\\n\\u202e$",
     ),
-    "a status of 6,000 characters": (told(grpc.StatusCode.INTERNAL, 6000 * "x"), r"INTERNAL: x{280,}…$"),
+    "a status of 6,000 characters": (status(grpc.StatusCode.INTERNAL, 6000 * "x"), r"INTERNAL: x{280,}…$"),
 }

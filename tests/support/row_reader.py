@@ -1,7 +1,7 @@
 """Read all rows of the table `t` again and again until a delta is there, and print what was seen. It says "ready", and
 "reading" once it has read some times.
 
-    python -m tests.support.live_reader BUNDLE ROWS DELTAS
+    python -m tests.support.row_reader BUNDLE ROWS DELTAS
 
 It imports no export: a process that does takes seconds to start.
 """
