@@ -107,9 +107,9 @@ def _measure(bundle: Path, name: str, ids: str) -> None:
     # More ids than memory holds: drawn anew for each request, from a few seeds.
     requests = cycle(
         [
-            each
+            request
             for seed in range(40)
-            for each in random_requests(engine.bundle.manifest, SAMPLES, Distribution.parse(ids), factors, seed)
+            for request in random_requests(engine.bundle.manifest, SAMPLES, Distribution.parse(ids), factors, seed)
         ]
     )
     for seconds in (WARM_UP_S, SECONDS):

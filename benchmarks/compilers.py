@@ -105,9 +105,9 @@ def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> 
                 times = interleave({n: _asking(run, given) for n, run in candidates.items()}, rounds, pause_s=pause_s)
                 repeats.append({name: p50(seconds) for name, seconds in times.items()})
             for name in candidates:
-                yield Result(f"{form}_{name}_{where}b{samples}_s", median(each[name] for each in repeats))
+                yield Result(f"{form}_{name}_{where}b{samples}_s", median(repeat[name] for repeat in repeats))
             for name in MARCHES:
-                over = (each["torchscript"] / each[name] for each in repeats)
+                over = (repeat["torchscript"] / repeat[name] for repeat in repeats)
                 yield ratio_of(f"{form}_torchscript_over_{name}_{where}b{samples}", over)
 
 

@@ -74,8 +74,8 @@ def _export(folder: Path, rows: Sequence[int], serving: ServingSettings | None =
     module = EmbeddingBagCollection(
         device=torch.device("meta"),
         tables=[
-            EmbeddingBagConfig(name=f"t{n}", num_embeddings=each, embedding_dim=DIM, feature_names=[f"f{n}"])
-            for n, each in enumerate(rows)
+            EmbeddingBagConfig(name=f"t{n}", num_embeddings=row, embedding_dim=DIM, feature_names=[f"f{n}"])
+            for n, row in enumerate(rows)
         ],
     )
     checkpoint = generated_checkpoint(collect_tables(module).tables)

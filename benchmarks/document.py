@@ -135,7 +135,7 @@ def draw(got: dict[str, float]) -> Figure:
     figure.suptitle("p50 of a lookup in process, as one of four things grows", x=0.01, ha="left")
     for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
         values, seconds = zip(*_points(got, name), strict=True)
-        axes.loglog(values, [1e6 * each for each in seconds], marker="o", color="#0072B2")
+        axes.loglog(values, [1e6 * second for second in seconds], marker="o", color="#0072B2")
         axes.set_xlabel(shown)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -156,7 +156,7 @@ def draw_hosts(got: dict[str, float], cases: Sequence[Case]) -> Figure:
         for axes, kind in zip(panels, kinds, strict=True):
             hosts = [case.hosts for case in cases if case.kind == kind]
             lines = {
-                line: [1e3 * got[f"{line}_{kind}_{each}_p50_b{samples}_s"] for each in hosts] for line in HOSTS_LINES
+                line: [1e3 * got[f"{line}_{kind}_{host}_p50_b{samples}_s"] for host in hosts] for line in HOSTS_LINES
             }
             _draw_lines(axes, hosts, lines)
             axes.set_title(f"{samples} sample{'s' * (samples > 1)}, {kind}", loc="left", fontsize=10)

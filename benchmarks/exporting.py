@@ -51,7 +51,7 @@ def run(folder: Path) -> list[Result]:
     checkpoint.unlink()
     size = rows * DIM * 4
     repeats.sort(key=lambda each: -each["seconds"] * each["op_rate"])
-    ratios = [size / each["seconds"] / each["op_rate"] for each in repeats]
+    ratios = [size / repeat["seconds"] / repeat["op_rate"] for repeat in repeats]
     found = repeats[REPEATS // 2]
     return [
         Result("export_bytes", size, unit="B"),
@@ -59,10 +59,10 @@ def run(folder: Path) -> list[Result]:
         Result("export_rate", size / found["seconds"], unit="B/s"),
         Result("export_storing_rate", size / found["storing_s"], unit="B/s"),
         Result("quantize_op_rate", found["op_rate"], unit="B/s"),
-        Result("export_peak_above_start", max(each["peak_bytes"] for each in repeats), unit="B"),
+        Result("export_peak_above_start", max(repeat["peak_bytes"] for repeat in repeats), unit="B"),
         ratio_of("export_over_quantize_op", ratios),
         ratio("export_storing_over_quantize_op", size / found["storing_s"] / found["op_rate"]),
-        ratio("export_peak_over_table", max(each["peak_bytes"] for each in repeats) / size),
+        ratio("export_peak_over_table", max(repeat["peak_bytes"] for repeat in repeats) / size),
     ]
 
 

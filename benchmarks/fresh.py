@@ -83,8 +83,8 @@ def _same_lineage(repository: Path) -> Iterator[Result]:
     first = export_model(model, repository, NAME, config)
     yield Result("delta_first_export_s", time.monotonic() - began)
     with torch.no_grad():
-        for each in model.over_arch.parameters():
-            each += 0.01
+        for parameter in model.over_arch.parameters():
+            parameter += 0.01
     began = time.monotonic()
     second = export_next(model, repository, NAME, config)
     yield Result("delta_same_lineage_export_s", time.monotonic() - began)
@@ -218,7 +218,7 @@ def _is_copy(path: str) -> bool:
 
 
 def _private_bytes(server: Server) -> int:
-    return sum(each.memory_full_info().uss for each in _processes(server))
+    return sum(process.memory_full_info().uss for process in _processes(server))
 
 
 def _processes(server: Server) -> list[psutil.Process]:

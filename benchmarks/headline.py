@@ -134,9 +134,9 @@ def _timed(engine: Engine, names: Sequence[str]) -> dict[tuple[str, int], float]
     found: dict[tuple[str, int], float] = {}
     for samples, rounds in ROUNDS.items():
         requests = random_requests(manifest, samples, Distribution(), factors)
-        prepared = [indices_and_offsets(each) for each in requests]
+        prepared = [indices_and_offsets(request) for request in requests]
         random = torch.Generator().manual_seed(0)
-        anywhere = [torch.randint(0, len(rows), (each.values.size,), generator=random) for each in requests]
+        anywhere = [torch.randint(0, len(rows), (request.values.size,), generator=random) for request in requests]
         asked, alone, places = cycle(requests), cycle(prepared), cycle(anywhere)
         candidates = {
             "inprocess": lambda asked=asked: engine.outputs(next(asked)),

@@ -22,13 +22,13 @@ def in_memory(bundle: Path, threads: int = 1) -> Engine:
 
 def private_bytes(server: Server) -> int:
     """Memory that no file is behind: what is mapped of weights is the page cache's, whoever else has it mapped."""
-    found = [each.memory_info() for each in _processes(server)]
+    found = [process.memory_info() for process in _processes(server)]
     return sum(each.rss - each.shared for each in found)
 
 
 def huge_bytes(server: Server) -> int:
     """How much of weights is mapped in huge pages."""
-    return sum(huge_bytes_of(Path(f"/proc/{each.pid}/smaps_rollup").read_text()) for each in _processes(server))
+    return sum(huge_bytes_of(Path(f"/proc/{process.pid}/smaps_rollup").read_text()) for process in _processes(server))
 
 
 def settle(server: Server) -> None:

@@ -71,7 +71,7 @@ def _compared(engines: dict[str, Engine]) -> Iterator[Result]:
     factors = {feature.name: ids for feature, ids in zip(manifest.features, IDS_PER_SAMPLE, strict=True)}
     for samples, rounds in ROUNDS.items():
         requests = random_requests(manifest, samples, Distribution(), factors)
-        prepared = [indices_and_offsets(each) for each in requests]
+        prepared = [indices_and_offsets(request) for request in requests]
         candidates = {}
         for name, engine in engines.items():
             asked, alone = cycle(requests), cycle(prepared)
@@ -82,10 +82,10 @@ def _compared(engines: dict[str, Engine]) -> Iterator[Result]:
             {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()} for _ in range(REPEATS)
         ]
         for name in candidates:
-            yield Result(f"{name}_p50_b{samples}_s", sorted(each[name] for each in repeats)[REPEATS // 2])
+            yield Result(f"{name}_p50_b{samples}_s", sorted(repeat[name] for repeat in repeats)[REPEATS // 2])
         for what in ("operator", "inprocess"):
             name = f"huge_over_small_pages_b{samples}" + ("_inprocess" if what == "inprocess" else "")
-            yield ratio_of(name, (each[f"huge_{what}"] / each[f"small_{what}"] for each in repeats))
+            yield ratio_of(name, (repeat[f"huge_{what}"] / repeat[f"small_{what}"] for repeat in repeats))
 
 
 def forget(path: Path) -> None:

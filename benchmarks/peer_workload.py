@@ -154,7 +154,7 @@ class PeerWorkload:
         dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
         keys: dict[str, tuple[str, ...]] = {name: (name,) for name in dims}
         info = ModelInfo(dims, keys, (), np.dtype(np.float32), "", np.dtype(np.int64), frozenset(), {})
-        ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
+        ours = [infer_request(MODEL, tensor, info).SerializeToString() for tensor in self.tensors(samples)]
         save_requests(folder, samples, {"ids": self.padded(samples)}, ours, self.answer(self.requests[samples][0]))
 
     def answer(self, padded: Ids) -> Floats:

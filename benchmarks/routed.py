@@ -200,10 +200,10 @@ def _bytes(case: Case, engine: Engine) -> Iterator[Result]:
     """What travelled for 128 samples, both ways; and the same ÷ what the plan says."""
     assert isinstance(engine.ranks, RouterRanks)
     counts = engine.ranks.counts.values()
-    before = sum(each.bytes_out + each.bytes_in for each in counts)
+    before = sum(count.bytes_out + count.bytes_in for count in counts)
     for seed in range(REQUESTS):
         lookup(engine, Workload(engine.bundle.path).request(128, seed))
-    moved = (sum(each.bytes_out + each.bytes_in for each in counts) - before) / REQUESTS
+    moved = (sum(count.bytes_out + count.bytes_in for count in counts) - before) / REQUESTS
     traffic = host_traffic(engine.bundle.manifest, case.sharding, 128).values()
     said = sum(sum(each.to_host.values()) + sum(each.to_router.values()) for each in traffic)
     yield Result(f"routed_bytes_{case.name}_b128", moved, unit="B")

@@ -71,7 +71,7 @@ def _candidates(
     requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
     dense = [random.random((samples, WIDTH), np.float32) for _ in requests]
     ids = [inputs_of(request) for request in requests]
-    whole = [[*each, _input(numbers)] for each, numbers in zip(ids, dense, strict=True)]
+    whole = [[*id_, _input(numbers)] for id_, numbers in zip(ids, dense, strict=True)]
     served, looked_up, by_hand = cycle(whole), cycle(ids), cycle(list(zip(ids, dense, strict=True)))
     local = {name: cycle(list(zip(requests, dense, strict=True))) for name in engines}
     bundle = engines[NAME].bundle

@@ -34,7 +34,7 @@ def dlrm_dcn(tables: EmbeddingBagCollection) -> DLRM_DCN:
 def train(model: DLRM_DCN, requests: Sequence[KeyedJaggedTensor]) -> None:
     """Some steps of the dense part, towards labels that ids and dense inputs decide: scores then differ by both."""
     torch.manual_seed(1)
-    pooled = [model.sparse_arch(each).detach() for each in requests]
+    pooled = [model.sparse_arch(request).detach() for request in requests]
     taste, weight = torch.randn(pooled[0].shape[1:]), torch.randn(WIDTH)
     dense_part = nn.ModuleList([model.dense_arch, model.inter_arch, model.over_arch])
     optimizer = torch.optim.Adam(dense_part.parameters(), lr=3e-3)

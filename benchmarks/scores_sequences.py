@@ -61,9 +61,9 @@ def run(folder: Path) -> Iterator[Result]:
 def _measured(candidates: Candidates, where: str, rounds: int, pause_s: float = 0.0) -> Iterator[Result]:
     repeats = _repeats(candidates, rounds, pause_s)
     for name in candidates:
-        yield Result(f"{NAME}_{name}_{where}_s", median(each[name] for each in repeats))
-    yield ratio_of(f"{NAME}_over_eager_{where}", (each["inprocess"] / each["eager"] for each in repeats))
-    yield ratio_of(f"{NAME}_served_over_eager_{where}", (each["served"] / each["eager"] for each in repeats))
+        yield Result(f"{NAME}_{name}_{where}_s", median(repeat[name] for repeat in repeats))
+    yield ratio_of(f"{NAME}_over_eager_{where}", (repeat["inprocess"] / repeat["eager"] for repeat in repeats))
+    yield ratio_of(f"{NAME}_served_over_eager_{where}", (repeat["served"] / repeat["eager"] for repeat in repeats))
 
 
 def _repeats(candidates: Candidates, rounds: int, pause_s: float = 0.0) -> list[dict[str, float]]:
@@ -76,7 +76,7 @@ def _repeats(candidates: Candidates, rounds: int, pause_s: float = 0.0) -> list[
 
 def _candidates(client: Any, engine: Engine, workload: SequencesWorkload, samples: int) -> Candidates:
     tensors = workload.tensors(samples)
-    inputs = [_inputs(each) for each in tensors]
+    inputs = [_inputs(tensor) for tensor in tensors]
     expected = workload.eager(tensors[0])
     answers = engine.outputs(tensors[0])[OUTPUT], _served(client, inputs[0])
     for answer in answers:
@@ -106,7 +106,7 @@ def _once(client: Any, engine: Engine, workload: SequencesWorkload) -> Iterator[
     """500 items for one user: the history and the pooled features come once, or are repeated for each item."""
     users = workload.tensors(1)[:USERS]
     keys = list(engine.bundle.manifest.keys)
-    asked = [_for_items(each, keys, seed) for seed, each in enumerate(users)]
+    asked = [_for_items(user, keys, seed) for seed, user in enumerate(users)]
     for shared, repeated in asked:
         expected = workload.eager(repeated)
         for answer in (engine.outputs(each)[OUTPUT] for each in (shared, repeated)):
@@ -122,11 +122,11 @@ def _once(client: Any, engine: Engine, workload: SequencesWorkload) -> Iterator[
     candidates["eager"] = lambda: workload.eager(next(own))
     repeats = _repeats(candidates, ITEMS_ROUNDS)
     for name in candidates:
-        yield Result(f"{NAME}_{name}_p50_n{ITEMS}_s", median(each[name] for each in repeats))
+        yield Result(f"{NAME}_{name}_p50_n{ITEMS}_s", median(repeat[name] for repeat in repeats))
     for where in ("inprocess", "served"):
-        over = (each[f"{where}_repeated"] / each[f"{where}_once"] for each in repeats)
+        over = (repeat[f"{where}_repeated"] / repeat[f"{where}_once"] for repeat in repeats)
         yield ratio_of(f"repeated_over_once_{NAME}_{where}_p50_n{ITEMS}", over)
-    over = (each["inprocess_once"] / each["eager"] for each in repeats)
+    over = (repeat["inprocess_once"] / repeat["eager"] for repeat in repeats)
     yield ratio_of(f"{NAME}_once_over_eager_p50_n{ITEMS}", over)
 
 

@@ -52,7 +52,7 @@ class ScoresWorkload:
             for samples, requests in tables.requests.items()
         }
         workload = cls(tables, dlrm_dcn(collection), dense)
-        train(workload.model, [workload._kjt(each) for each in workload.tensors(max(tables.requests))])
+        train(workload.model, [workload._kjt(tensor) for tensor in workload.tensors(max(tables.requests))])
         workload.model.eval()
         return workload
 
@@ -79,7 +79,7 @@ class ScoresWorkload:
         (folder / "dense.json").write_text(json.dumps({"inputs": WIDTH, "outputs": 1}))
         for samples in self.tables.requests:
             tensors = self.tensors(samples)
-            ours = [infer_request(MODEL, each, info).SerializeToString() for each in tensors]
+            ours = [infer_request(MODEL, tensor, info).SerializeToString() for tensor in tensors]
             arrays: dict[str, npt.NDArray[np.generic]] = {
                 "ids": self.tables.padded(samples),
                 "dense": self.dense[samples],

@@ -54,7 +54,7 @@ class Din(nn.Module):
     def __init__(self, bags: EmbeddingBagCollection, items: EmbeddingCollection, history: str, target: str) -> None:
         super().__init__()
         self.bags, self.items, self.history, self.target = bags, items, history, target
-        width = sum(each.embedding_dim * len(each.feature_names) for each in bags.embedding_bag_configs())
+        width = sum(config.embedding_dim * len(config.feature_names) for config in bags.embedding_bag_configs())
         torch.manual_seed(0)
         self.behind = Padded(width, items.embedding_dim())
 

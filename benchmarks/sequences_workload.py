@@ -62,7 +62,7 @@ class SequencesWorkload:
         )
         dense = {samples: random.random((count, samples, WIDTH), np.float32) for samples, count in sizes.items()}
         workload = cls(tables, _model(tables), dense)
-        train(workload.model, [workload.kjt(each) for each in workload.tensors(max(sizes))])
+        train(workload.model, [workload.kjt(tensor) for tensor in workload.tensors(max(sizes))])
         workload.model.eval()
         return workload
 
@@ -111,7 +111,7 @@ class SequencesWorkload:
         (folder / "dense.json").write_text(json.dumps({"inputs": WIDTH + 1, "outputs": 1}))
         for samples in self.tables.requests:
             tensors = self.tensors(samples)
-            ours = [infer_request(MODEL, each, info).SerializeToString() for each in tensors]
+            ours = [infer_request(MODEL, tensor, info).SerializeToString() for tensor in tensors]
             lengths = (self.tables.requests[samples][..., -LONGEST - 1 : -1] != PAD).sum(axis=2, keepdims=True)
             dense = np.concatenate([self.dense[samples], lengths.astype(np.float32)], axis=2)
             arrays = {"ids": self.tables.padded(samples), "dense": dense}

@@ -105,4 +105,4 @@ def _theirs(scripted: Any, requests: list[Arrays]) -> Callable[[], Any]:
 
 
 def _tensors(requests: list[Arrays]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.from_numpy(each.values), torch.from_numpy(each.lengths).long()) for each in requests]
+    return [(torch.from_numpy(request.values), torch.from_numpy(request.lengths).long()) for request in requests]

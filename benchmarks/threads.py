@@ -49,7 +49,7 @@ def run(workload: Workload) -> Iterator[Result]:
             if count == counts()[0]:
                 yield Result(f"threads_1_p50_b{samples}_s", one)
             yield Result(f"threads_{count}_p50_b{samples}_s", several)
-            yield ratio_of(f"threads_{count}_over_1_b{samples}", (each[0] / each[1] for each in repeats))
+            yield ratio_of(f"threads_{count}_over_1_b{samples}", (repeat[0] / repeat[1] for repeat in repeats))
     for engine in engines.values():
         engine.close()
 

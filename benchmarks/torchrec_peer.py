@@ -83,16 +83,16 @@ def _fill(sharded: nn.Module, plan: Any, bundle: Bundle) -> None:
     whole = np.memmap(weights_path(bundle.path, bundle.manifest, 0), np.uint8, mode="r")
     tables = {table.name: table for table in bundle.manifest.tables}
     offsets = {shard.table: shard.offset_bytes for shard in bundle.manifest.plan.shards}
-    tbes = [each for each in sharded.modules() if isinstance(each, IntNBitTableBatchedEmbeddingBagsCodegen)]
+    tbes = [module for module in sharded.modules() if isinstance(module, IntNBitTableBatchedEmbeddingBagsCodegen)]
     for rank, tbe in enumerate(tbes):
         weights = [rows for rows, _ in tbe.split_embedding_weights(split_scale_shifts=False)]
         for spec, rows in zip(tbe.embedding_specs, weights, strict=True):
             table = tables[spec[0]]
             stored = whole[offsets[table.name] :][: table.rows * table.row_bytes].reshape(table.rows, -1)
             (top,) = (
-                each.shard_offsets[0]
-                for each in plan[table.name].sharding_spec.shards
-                if each.placement.rank() == rank
+                shard.shard_offsets[0]
+                for shard in plan[table.name].sharding_spec.shards
+                if shard.placement.rank() == rank
             )
             rows.copy_(torch.from_numpy(stored[top : top + len(rows)]))
 

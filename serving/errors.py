@@ -212,7 +212,7 @@ def shown(text: str, most: int = MOST) -> str:
 def listed(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     all_names = [*names]
-    first = ", ".join(shown(each, _MOST_OF_A_NAME) for each in all_names[:_MOST_NAMES])
+    first = ", ".join(shown(name, _MOST_OF_A_NAME) for name in all_names[:_MOST_NAMES])
     more = len(all_names) - _MOST_NAMES
     return first if more <= 0 else f"{first} and {more} more"
 

@@ -12,8 +12,8 @@ _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 def arrays_of(request: pb.ModelInferRequest) -> Arrays:
     """The arrays [B, width] of a request by name."""
     return {
-        each.name: np.frombuffer(content, _DTYPES[each.datatype]).reshape(each.shape)
-        for each, content in zip(request.inputs, request.raw_input_contents, strict=True)
+        input_.name: np.frombuffer(content, _DTYPES[input_.datatype]).reshape(input_.shape)
+        for input_, content in zip(request.inputs, request.raw_input_contents, strict=True)
     }
 
 

@@ -14,6 +14,6 @@ class Lookup(MLModel):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        arrays = {each.name: NumpyCodec.decode_input(each) for each in payload.inputs}
+        arrays = {input_.name: NumpyCodec.decode_input(input_) for input_ in payload.inputs}
         output = NumpyCodec.encode_output(name=self.model.output, payload=self.model(**arrays))
         return InferenceResponse(model_name=self.name, outputs=[output])

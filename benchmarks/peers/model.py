@@ -54,8 +54,8 @@ class Model:
 
     def together(self, requests: list[Arrays]) -> list[np.ndarray]:
         """The answers to requests that wait, joined."""
-        ends = np.cumsum([len(each["ids"]) for each in requests])[:-1]
-        joined = {name: np.concatenate([each[name] for each in requests]) for name in self.inputs}
+        ends = np.cumsum([len(request["ids"]) for request in requests])[:-1]
+        joined = {name: np.concatenate([request[name] for request in requests]) for name in self.inputs}
         return np.split(self(**joined), ends)
 
 

@@ -36,8 +36,8 @@ class RedisHosts(Redis):
 
             async def call(prepared: object) -> np.ndarray:
                 keys, where, bags, samples = prepared
-                for connection, each in zip(connections, keys, strict=True):
-                    connection.send_command("MGET", *each)
+                for connection, key in zip(connections, keys, strict=True):
+                    connection.send_command("MGET", *key)
                 found = [connection.read_response() for connection in connections]
                 return self.pool([row for host, here in where for row in found[host][here]], bags, samples)
 
@@ -90,7 +90,7 @@ class RayRanks:
         actors = [rank.remote(self.folder, "int8", features) for features in self.hosts]
 
         async def call(ids: object) -> np.ndarray:
-            parts = [np.concatenate([ids[:, each] for each in columns], 1) for columns in self.ids]
+            parts = [np.concatenate([ids[:, column] for column in columns], 1) for columns in self.ids]
             asked = [actor.__call__.remote(part) for actor, part in zip(actors, parts, strict=True)]
             sums = ray.get(asked)
             return np.concatenate([sums[host][:, columns] for host, columns in self.columns], 1)

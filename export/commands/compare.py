@@ -82,9 +82,11 @@ def compare(
     page, *others = write_report(study, out)
     for finding in findings(study):
         app.out.print(f"* {finding}", soft_wrap=True)
-    for each in study.placements:
-        if each.error is not None:
-            app.complain("tbe-export", f"{each.strategy} on {each.ranks} ranks, {each.dtype}: {each.error}")
+    for placement in study.placements:
+        if placement.error is not None:
+            app.complain(
+                "tbe-export", f"{placement.strategy} on {placement.ranks} ranks, {placement.dtype}: {placement.error}"
+            )
     app.out.print(f"written {page}, and {', '.join(other.name for other in others)} beside it", soft_wrap=True)
 
 

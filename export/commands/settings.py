@@ -135,7 +135,7 @@ def export_config(settings: Settings) -> ExportConfig:
 
 
 def _serving(table: Mapping[str, Any]) -> ServingSettings:
-    if unknown := table.keys() - {each.name for each in dataclasses.fields(ServingSettings)}:
+    if unknown := table.keys() - {field.name for field in dataclasses.fields(ServingSettings)}:
         raise ConfigurationError(f"serving: unknown setting {min(unknown)!r}")
     try:
         return msgspec.convert(table, ServingSettings)

@@ -66,8 +66,8 @@ def _map_mark(id_map: IdMap) -> str:
 
 def _weighted_marks(manifest: Manifest) -> dict[str, str]:
     """The mark of each table, by name; "" where its ids are not weighted."""
-    by_position = {each.table for each in manifest.features if each.position_weights is not None}
-    return {each.name: ("·p" if each.name in by_position else "·w") * each.weighted for each in manifest.tables}
+    by_position = {feature.table for feature in manifest.features if feature.position_weights is not None}
+    return {table.name: ("·p" if table.name in by_position else "·w") * table.weighted for table in manifest.tables}
 
 
 def show_placement(report: PlanReport) -> None:
@@ -104,9 +104,9 @@ def show_published(path: Path, manifest: Manifest) -> None:
             following = f"tbe-serve load {model.name}"
         out.print(f"next: {following}", soft_wrap=True)
         return
-    models = ", ".join(each.model for each in manifest.hosts)
+    models = ", ".join(host.model for host in manifest.hosts)
     addresses = settings_of(read_config(model)).hosts or {}
-    if unknown := [each.host for each in manifest.hosts if str(each.host) not in addresses]:
+    if unknown := [host.host for host in manifest.hosts if str(host.host) not in addresses]:
         options = " ".join(f"--host {host}=ADDRESS" for host in unknown)
         out.print(f"next: serve {models}; then tbe-serve configure {model} {options}", soft_wrap=True)
     else:
@@ -119,8 +119,8 @@ def show_hosts(manifest: Manifest) -> None:
         out.print(f"host {part.host} of {part.model!r}: its tables are shards, its features are sums for a router")
     if manifest.hosts:
         table = _table("hosts", "host", "model", right=("version", "manifest"))
-        for each in manifest.hosts:
-            table.add_row(str(each.host), each.model, str(each.version), each.manifest[:12])
+        for host in manifest.hosts:
+            table.add_row(str(host.host), host.model, str(host.version), host.manifest[:12])
         out.print(table)
 
 
@@ -164,8 +164,8 @@ def show_transfers(report: PlanReport) -> None:
     title = f"between router and hosts, for a request of {report.batch_size:,} samples"
     table = _table(title, "table", "hosts", "sums", right=("router → hosts", "hosts → router"))
     by_table: dict[str, list[Transfer]] = {name: [] for name in report.tables}
-    for each in report.transfers:
-        by_table[each.table].append(each)
+    for transfer in report.transfers:
+        by_table[transfer.table].append(transfer)
     for name, moved in by_table.items():
         if not moved:
             continue
@@ -219,11 +219,11 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         return
     right = ("shape", "largest |score|", "compiled", "merged", "trained", "mean trained")
     table = _table("scores, and the largest error of one", "output", right=right)
-    for each in part.outputs:
-        parity = each.parity
+    for output in part.outputs:
+        parity = output.parity
         table.add_row(
-            each.name,
-            _typed(each),
+            output.name,
+            _typed(output),
             f"{parity.scale:.3g}",
             _error(parity.scripted),
             _error(parity.merged),
@@ -237,7 +237,7 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         "merged: scores of requests that are answered together against those of each alone",
         "trained, mean trained: scores, with stored rows, against those of the trained model; – where it was not run",
     )
-    _show_auc({each.name: each.parity.auc for each in part.outputs if each.parity.auc is not None})
+    _show_auc({output.name: output.parity.auc for output in part.outputs if output.parity.auc is not None})
     inputs = ", ".join(
         [
             "embeddings",
@@ -360,11 +360,11 @@ def _where(report: PlanReport, ranks: set[int]) -> str:
 def _ranges(numbers: set[int]) -> str:
     """Write {0, 1, 2, 5} as "0–2, 5"."""
     ranges: list[tuple[int, int]] = []
-    for each in sorted(numbers):
-        if ranges and ranges[-1][1] == each - 1:
-            ranges[-1] = ranges[-1][0], each
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = ranges[-1][0], number
         else:
-            ranges.append((each, each))
+            ranges.append((number, number))
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
 
 

@@ -57,7 +57,7 @@ def verify_scores(
         if not off <= limit
     ]
     if not failures and not part.mixes_samples:
-        by_id = {each.name: each.key for each in part.outputs if each.key is not None}
+        by_id = {output.name: output.key for output in part.outputs if output.key is not None}
         shown = probe_mixing(partial(_scores, program), given, part.dtype, by_id)
         if shown is not None:
             failures.append(f"requests are scored together, but {shown}: export it again")
@@ -65,7 +65,7 @@ def verify_scores(
         return _with_merged(part, together, alone), failures
     with torch.no_grad():
         answers = scored.program(*given.tensors(part.jagged))
-    model = {each.name: numbers.numpy() for each, numbers in zip(part.outputs, answers, strict=True)}
+    model = {output.name: numbers.numpy() for output, numbers in zip(part.outputs, answers, strict=True)}
     if scored.part.mixes_samples and not part.mixes_samples:
         why = f"samples may meet in {scored.part.mixed_by}"
         failures.append(f"requests are scored together, but {why}: export it again")
@@ -82,20 +82,20 @@ def _answers(program: DenseProgram, given: DenseInputs) -> tuple[Outputs, Output
     """The scores of requests that are merged, and of each alone; by output, one request after another."""
     sizes = split_sizes(given.samples)
     pieces = [given.at(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
-    inputs = [[each.numpy() for each in piece.tensors(program.part.jagged)[1:]] for piece in pieces]
+    inputs = [[tensor.numpy() for tensor in piece.tensors(program.part.jagged)[1:]] for piece in pieces]
     together = program.score(given.embeddings.numpy(), inputs, sizes)
     return _joined(together), _joined([_scores(program, piece) for piece in pieces])
 
 
 def _scores(program: DenseProgram, given: DenseInputs) -> Outputs:
     """The scores of one request."""
-    embeddings, *inputs = (each.numpy() for each in given.tensors(program.part.jagged))
+    embeddings, *inputs = (tensor.numpy() for tensor in given.tensors(program.part.jagged))
     (found,) = program.score(embeddings, [inputs], [given.samples])
     return found
 
 
 def _joined(answers: list[Outputs]) -> Outputs:
-    return {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
+    return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
 
 
 def _moved(part: DensePart, found: Outputs, expected: Mapping[str, Array]) -> Iterator[tuple[str, float, float]]:
@@ -106,11 +106,11 @@ def _moved(part: DensePart, found: Outputs, expected: Mapping[str, Array]) -> It
 
 def _with_merged(part: DensePart, together: Outputs, alone: Outputs) -> DensePart:
     outputs = []
-    for each in part.outputs:
+    for output in part.outputs:
         parity = msgspec.structs.replace(
-            each.parity, merged=largest_difference(together[each.name], alone[each.name])
+            output.parity, merged=largest_difference(together[output.name], alone[output.name])
         )
-        outputs.append(msgspec.structs.replace(each, parity=parity))
+        outputs.append(msgspec.structs.replace(output, parity=parity))
     return msgspec.structs.replace(part, outputs=tuple(outputs))
 
 
@@ -138,7 +138,7 @@ def scored_of(
     path, manifest = bundle.path, bundle.manifest
     known = known_of_keys(build_maps(trained.tables, weights).known, manifest)
     checkpoint = weights if is_saved else None
-    widths = {} if example is not None else {each.name: each.shape[0] for each in part.inputs if each.shape}
+    widths = {} if example is not None else {input_.name: input_.shape[0] for input_ in part.inputs if input_.shape}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.schema}"
     try:
         scored = compile_dense_part(trained, manifest, known, widths, part.dtype, checkpoint, example=example)

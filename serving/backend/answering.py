@@ -151,8 +151,10 @@ class Answerer:
             if self._backlog.waited_s >= _LONG_WAIT_S:
                 positions = self._drop_cancelled(handover, positions, lambda each: is_cancelled(requests[each]))
             started = perf_counter()
-            members = [each for each in positions if self._accept(handover, each, requests[each], decode)]
-            for indices in grouped([handover.accepted[each] for each in members], self._limits):
+            members = [
+                position for position in positions if self._accept(handover, position, requests[position], decode)
+            ]
+            for indices in grouped([handover.accepted[member] for member in members], self._limits):
                 group = [members[index] for index in indices]
                 if self._backlog.is_overdue():
                     self._shed(handover, group)
@@ -240,8 +242,8 @@ class Answerer:
         if not answer.validated.requests:
             return 0.0
         if any(_overflows(each.embeddings) for each in answer.answers):
-            outputs = [each for each in outcomes if not isinstance(each, ServingError)]
-            metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
+            outputs = [outcome for outcome in outcomes if not isinstance(outcome, ServingError)]
+            metrics.count_overflows(sum(any(map(_overflows, output.values())) for output in outputs))
         metrics.count_lost(lost, zeroed_of(answer.answers))
         times = [started, *answer.times, perf_counter()]
         metrics.count_call(answer.validated, self._backlog.started, times)
@@ -281,7 +283,7 @@ class Answerer:
     def _fail(self, handover: "_Handover", group: Sequence[int]) -> None:
         """Answer an unexpected error, inside `except`: the log gets the trace, each caller a fixed text."""
         tensors = [handover.tensors[position] for position in group if position in handover.tensors]
-        traces = "".join(f" {each.trace}" for each in tensors if each.trace)
+        traces = "".join(f" {tensor.trace}" for tensor in tensors if tensor.trace)
         self._log(f"lookup failed{traces}: {traceback.format_exc()}")
         self._metrics.count_failed(len(group))
         for position in group:

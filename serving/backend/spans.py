@@ -86,7 +86,9 @@ class Spans:
         Returns:
             The span of each; None of one that has none.
         """
-        begun = [None if each.trace is None else self._begin(each, len(requests), since) for each in requests]
+        begun = [
+            None if request.trace is None else self._begin(request, len(requests), since) for request in requests
+        ]
         parent = next((each.get_span_context() for each in begun if each is not None), None)
         TRACE.set(None if parent is None else f"00-{parent.trace_id:032x}-{parent.span_id:016x}-01")
         return begun
@@ -124,8 +126,8 @@ class Spans:
         parts: list[_Part] = []
         if len(times) > 1:
             stages = zip((_QUEUE, *STAGES), pairwise([since, *times]), strict=True)
-            parts = [(name, kind.INTERNAL, {}, *each) for name, each in stages]
-            parts += [(_METHOD, kind.CLIENT, {"tbe.host": each.host}, each.started, each.ended) for each in hosts]
+            parts = [(name, kind.INTERNAL, {}, *stage) for name, stage in stages]
+            parts += [(_METHOD, kind.CLIENT, {"tbe.host": host.host}, host.started, host.ended) for host in hosts]
         for span, outcome in zip(begun, outcomes, strict=True):
             if span is None:
                 continue

@@ -208,7 +208,7 @@ def _decode(request: Any) -> Tensors:
         lengths=_row("lengths", inputs.get("lengths")),
         weights=None if weights is None else _row("weights", weights),
         outputs=request.requested_output_names(),
-        dense={name: _samples(name, each) for name, each in inputs.items() if name not in IDS},
+        dense={name: _samples(name, input_) for name, input_ in inputs.items() if name not in IDS},
         **parameters,
     )
 

@@ -61,7 +61,7 @@ class Checker:
         if isinstance(self._schema, ScoringSchema):
             part = self._schema.dense_part
             rows = {} if tensors.tables is not None else self._rows_of(part, request)
-            shapes |= {each.name: [1, rows.get(each.key, 0), *each.shape] for each in part.outputs}
+            shapes |= {output.name: [1, rows.get(output.key, 0), *output.shape] for output in part.outputs}
             shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
         found = {output.name: list(output.shape) for output in response.outputs}
         if found != shapes:
@@ -80,7 +80,7 @@ class Checker:
         """How many rows outputs have: by the key that they have a row for each id of; None: one for each sample."""
         lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.all_features.keys)
         found: dict[str | None, int] = {None: request.samples}
-        for key in {each.key for each in part.outputs} & lengths.keys():
+        for key in {output.key for output in part.outputs} & lengths.keys():
             repeated = request.samples if key in request.tensors.shared else 1
             found[key] = int(lengths[str(key)].sum()) * repeated
         return found
@@ -114,17 +114,19 @@ class Checker:
         request = accept(schema, tensors)
         inputs = [*(request.dense or ()), *jagged_inputs(schema, request, rows, 0)]
         (scores,) = self._dense_program(schema).score(np.concatenate(columns, axis=1), [inputs], [samples])
-        for each in schema.dense_part.outputs:
-            if each.name in outputs:
-                right = scores[each.name]
-                if outputs[each.name].dtype != right.dtype:
-                    yield f"output {each.name!r}: expected {right.dtype}, got {outputs[each.name].dtype}"
+        for output in schema.dense_part.outputs:
+            if output.name in outputs:
+                right = scores[output.name]
+                if outputs[output.name].dtype != right.dtype:
+                    yield f"output {output.name!r}: expected {right.dtype}, got {outputs[output.name].dtype}"
                     continue
-                scale = max(each.parity.scale, float(np.abs(right[np.isfinite(right)].astype(float)).max(initial=0)))
-                allowed = _ROUNDING[manifest.output_dtype] * scale + 2 * each.parity.scripted
-                error = _largest_difference(outputs[each.name], right)
+                scale = max(
+                    output.parity.scale, float(np.abs(right[np.isfinite(right)].astype(float)).max(initial=0))
+                )
+                allowed = _ROUNDING[manifest.output_dtype] * scale + 2 * output.parity.scripted
+                error = _largest_difference(outputs[output.name], right)
                 if not error <= allowed:
-                    yield f"output {each.name!r}: a score is off by {error:.3g}, expected at most {allowed:.3g}"
+                    yield f"output {output.name!r}: a score is off by {error:.3g}, expected at most {allowed:.3g}"
 
 
 def _largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:

@@ -124,10 +124,10 @@ def random_requests(
         if part is not None:
             counts = dict(zip(rows, lengths.sum(axis=1).tolist(), strict=True))
             dense = {
-                each.name: _dense(random, each, samples if each.key is None else counts[each.key])
-                for each in part.inputs
+                input_.name: _dense(random, input_, samples if input_.key is None else counts[input_.key])
+                for input_ in part.inputs
             }
-            request = replace(request, outputs=[each.name for each in part.outputs], dense=dense)
+            request = replace(request, outputs=[output.name for output in part.outputs], dense=dense)
         requests.append(request)
     return requests
 

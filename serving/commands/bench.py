@@ -140,7 +140,7 @@ def _traffic(
     _check_share(check=check)
     if not 0 <= warm_up <= _MOST:
         raise ConfigurationError(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
-    pairs = [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
+    pairs = [(0, each) for each in rate] if rate else [(client, 0.0) for client in clients or _CLIENTS]
     return [
         Traffic(clients=count, rate=per_s, seconds=seconds, repeats=repeats, warm_up_s=warm_up, check=check)
         for count, per_s in pairs
@@ -194,7 +194,7 @@ def bench(
             )
             if as_json:
                 print_json(msgspec.json.encode(outcomes[-1]))
-    reports = [each for each in outcomes if isinstance(each, Report)]
+    reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
     if not as_json and reports:
         out.print(table(reports))
         out.print(summary(reports))
@@ -205,11 +205,13 @@ def bench(
 
 def _has_failed(outcomes: Sequence[Report | Refusal], max_errors: float) -> bool:
     """Print a line for each failure. Returns whether there was one."""
-    refused = [each for each in outcomes if isinstance(each, Refusal)]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
     for each in refused:
         say(f"{named(each)}: refused: {each.refused}")
     failed = [
-        each for each in outcomes if isinstance(each, Report) and (each.failed > max_errors or not each.answers)
+        outcome
+        for outcome in outcomes
+        if isinstance(outcome, Report) and (outcome.failed > max_errors or not outcome.answers)
     ]
     for report in failed:
         say(f"{named(report)}: {_errors(report, max_errors)}")

@@ -114,8 +114,8 @@ def _manifests(model: Path) -> Sequence[Manifest]:
 
 def _is_meant(setting: Setting, manifests: Sequence[Manifest]) -> bool:
     """Whether any version uses a setting."""
-    return (not setting.is_of_router or any(each.hosts for each in manifests)) and (
-        not setting.is_of_scores or any(each.dense_part for each in manifests)
+    return (not setting.is_of_router or any(manifest.hosts for manifest in manifests)) and (
+        not setting.is_of_scores or any(manifest.dense_part for manifest in manifests)
     )
 
 

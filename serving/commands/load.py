@@ -111,7 +111,9 @@ def _versions(model: str, text: str) -> tuple[int, ...]:
 def _numbers(text: str) -> tuple[int, ...] | None:
     """The versions of "2,1"; None: it is another text."""
     numbers = text.split(",")
-    if not all(each.isascii() and each.isdecimal() and len(each) <= len(str(MOST_VERSION)) for each in numbers):
+    if not all(
+        number.isascii() and number.isdecimal() and len(number) <= len(str(MOST_VERSION)) for number in numbers
+    ):
         return None
     found = tuple(dict.fromkeys(map(int, numbers)))
     return found if all(0 < each <= MOST_VERSION for each in found) else None

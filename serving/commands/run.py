@@ -306,7 +306,7 @@ def _as_json(servers: Servers) -> str:
         "models": server.models,
     }
     if hosts:
-        seen["hosts"] = [{"grpc": each.grpc, "operations": each.operations, "models": each.models} for each in hosts]
+        seen["hosts"] = [{"grpc": host.grpc, "operations": host.operations, "models": host.models} for host in hosts]
     return msgspec.json.encode(seen).decode()
 
 

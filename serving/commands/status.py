@@ -69,16 +69,16 @@ def _server(status: Status) -> Table:
 def _versions(models: Iterable[ModelStatus]) -> Table:
     table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache", "delta")
     for model in models:
-        for each in model.versions:
+        for version in model.versions:
             table.add_row(
                 model.name,
-                str(each.version),
-                each.state.lower(),
+                str(version.version),
+                version.state.lower(),
                 _CHOSEN_BY[model.chosen_by],
-                str(len(each.instances)),
-                _size(each.weights_bytes),
-                _size(each.cached_bytes),
-                "" if each.deltas is None else f"{each.deltas.sequence:,}",
+                str(len(version.instances)),
+                _size(version.weights_bytes),
+                _size(version.cached_bytes),
+                "" if version.deltas is None else f"{version.deltas.sequence:,}",
             )
     return table
 
@@ -87,11 +87,13 @@ def _reasons(models: Iterable[ModelStatus]) -> Table:
     """Why versions do not serve, or stay behind. A table of its own, because reasons need the whole width."""
     table = Table.grid(padding=(0, 2))
     for model in models:
-        for each in model.versions:
-            if each.reason:
-                table.add_row(f"{model.name} {each.version}", each.reason)
-            if each.deltas is not None and each.deltas.stopped:
-                table.add_row(f"{model.name} {each.version}", f"no further delta is applied: {each.deltas.stopped}")
+        for version in model.versions:
+            if version.reason:
+                table.add_row(f"{model.name} {version.version}", version.reason)
+            if version.deltas is not None and version.deltas.stopped:
+                table.add_row(
+                    f"{model.name} {version.version}", f"no further delta is applied: {version.deltas.stopped}"
+                )
     return table
 
 
@@ -118,9 +120,11 @@ def _processes(status: Status) -> Table:
     table.add_row(str(status.process), "tritonserver", "", *_memory(status.memory))
     for model in status.models:
         for version in model.versions:
-            for each in version.instances:
-                now = "busy" if each.is_busy else "idle"
-                table.add_row(str(each.process), f"{model.name} {version.version}", now, *_memory(each.memory))
+            for instance in version.instances:
+                now = "busy" if instance.is_busy else "idle"
+                table.add_row(
+                    str(instance.process), f"{model.name} {version.version}", now, *_memory(instance.memory)
+                )
     return table
 
 
