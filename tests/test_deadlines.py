@@ -13,7 +13,7 @@ from export import ExportConfig, Sharding
 from serving.__main__ import app
 from serving.client import AsyncLookupClient, LookupClient
 from serving.client.connection import Connection
-from serving.client.serves import ask_all
+from serving.client.server_info import query_servers
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
 from serving.router.hosts_config import hosts_of
@@ -42,7 +42,7 @@ async def by_asyncio() -> Any:
     [
         pytest.param(lambda _: LookupClient(NOWHERE, "m").info(), id="LookupClient"),
         pytest.param(lambda _: asyncio.run(by_asyncio()), id="AsyncLookupClient"),
-        pytest.param(lambda _: ask_all(Connection(addresses=[NOWHERE])), id="Connection"),
+        pytest.param(lambda _: query_servers(Connection(addresses=[NOWHERE])), id="Connection"),
         pytest.param(lambda router: Engine.open(router, {0: NOWHERE}), id="Engine"),
         pytest.param(
             lambda router: Engine.open(router, hosts_of(ServingSettings(hosts={"0": NOWHERE}))), id="settings"

@@ -1,4 +1,4 @@
-"""Look embeddings up over gRPC. Needs no torch.
+"""Look up embeddings over gRPC. Does not need torch.
 
 ```python
 with LookupClient("localhost:8001", "movielens") as client:
@@ -10,7 +10,8 @@ with LookupClient("localhost:8001", "movielens") as client:
 
 from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
-from serving.client.messages import Answer, ModelInfo, Scores
+from serving.client.messages import Answer, Scores
+from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries
 from serving.requests.answers import JaggedRows
 

@@ -1,5 +1,5 @@
-"""The channel of a client, which is made when it is needed, and made again when the names of its servers stand for
-other addresses, and in a forked child."""
+"""A client's gRPC channel: opened at the first call, and replaced after a fork or when its names resolve to other
+addresses."""
 
 import asyncio
 import os
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 class _Open(Generic[T]):
-    """A channel.
+    """An open channel.
 
     Attributes:
-        channel: of grpc or grpc.aio.
-        target: that it was made for.
-        methods: what `make` made of it.
-        ends_s: when all calls that were made on it have ended, by `time.monotonic`.
+        channel: a channel of grpc or grpc.aio.
+        target: its gRPC target.
+        methods: its callables, as `make` returned them.
+        ends_s: the latest deadline of its calls, by `time.monotonic`.
     """
 
     def __init__(self, channel: Any, target: str, methods: T) -> None:
@@ -37,19 +37,19 @@ class _Open(Generic[T]):
 
 
 class LiveChannel(Generic[T]):
-    """A channel to the servers of a connection. Several threads may use one of grpc.
+    """A channel to the servers of a connection.
 
-    One of grpc.aio belongs to the event loop in which it is made or, without a running one, to the first in which it
-    is used.
+    Threads may share a channel of grpc. A channel of grpc.aio belongs to the event loop that runs when it is made or,
+    if none runs, to the first event loop that uses it.
 
     Args:
         connection: its servers.
         library: the module grpc or grpc.aio.
-        make: makes the callables of the methods that are called, of a channel.
-        options: of the channel, before those of the connection.
+        make: makes the callables for a channel's methods.
+        options: channel options, which precede the connection's own.
 
     Raises:
-        ConfigurationError: the TLS files cannot be used.
+        ConfigurationError: the TLS files are invalid.
         ServerUnavailable: a name among several addresses cannot be resolved.
     """
 
@@ -70,11 +70,11 @@ class LiveChannel(Generic[T]):
         _LIVE.add(self)
 
     def methods(self, timeout_s: float) -> T:
-        """What `make` made of the channel, for a call that ends within `timeout_s`.
+        """The channel's callables, for a call that ends within `timeout_s`.
 
         Raises:
-            ConfigurationError: this is another event loop than the channel's, or the process was forked from one that
-                was using gRPC.
+            ConfigurationError: the channel belongs to another event loop, or the parent was using gRPC when it forked
+                this process.
             RequestCancelled: the channel is closed.
         """
         check_process(self._where)
@@ -89,7 +89,7 @@ class LiveChannel(Generic[T]):
                 current = self._opened(target)
             now = time.monotonic()
             current.ends_s = max(current.ends_s, now + timeout_s)
-            for retired in [each for each in self._retired if each.ends_s < now]:
+            for retired in [channel for channel in self._retired if channel.ends_s < now]:
                 self._retired.remove(retired)
                 self._close_unused(retired)
             return current.methods
@@ -106,7 +106,8 @@ class LiveChannel(Generic[T]):
             )
 
     def _opened(self, target: str) -> _Open[T]:
-        """A channel to the target in place of the last one, whose calls go on. Both share connections in gRPC."""
+        """Open a channel to `target`, and retire the current one, whose calls continue. gRPC shares connections
+        between both."""
         channel = self._connection.channel(self._library, self._options, target)
         if self._is_asyncio:
             opened_for_asyncio(channel)
@@ -123,10 +124,10 @@ class LiveChannel(Generic[T]):
             task.add_done_callback(self._closing.discard)
 
     def close(self) -> list[Any]:
-        """Close it. Calls in progress are cancelled. Returns what is to be awaited then, of grpc.aio."""
+        """Close the channel and cancel its calls. For grpc.aio, returns coroutines that the caller must await."""
         with self._lock:
             self._closed = True
-            channels = [each.channel for each in (self._open, *self._retired) if each is not None]
+            channels = [opened.channel for opened in self._all_open()]
             self._open, self._retired = None, []
         if self._is_asyncio:
             return [self._closed_in_its_loop(channel) for channel in channels]
@@ -134,16 +135,19 @@ class LiveChannel(Generic[T]):
             channel.close()
         return []
 
+    def _all_open(self) -> list[_Open[T]]:
+        return [*([] if self._open is None else [self._open]), *self._retired]
+
     async def _closed_in_its_loop(self, channel: Any) -> None:
-        """Close a channel of grpc.aio. If its event loop has ended, nothing waits for its calls."""
+        """Close a channel of grpc.aio in its event loop, unless that loop has ended."""
         if self._loop is _running_loop():
             await channel.close()
         elif self._loop is not None and self._loop.is_running():
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(channel.close(), self._loop))
 
     def forked(self) -> None:
-        """Called in the child of a fork: its channel is the parent's, whose connections it must leave alone."""
-        _OF_PARENT.extend(each for each in (self._open, *self._retired) if each is not None)
+        """Forget the channels in a forked child, without closing them: their connections are the parent's."""
+        _PARENT_CHANNELS.extend(self._all_open())
         self._open, self._retired = None, []
         self._lock = threading.Lock()
 
@@ -156,8 +160,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 _LIVE: WeakSet[LiveChannel[Any]] = WeakSet()
-# The channels of the parent, in a forked child: were they let go, gRPC would end them there.
-_OF_PARENT: list[_Open[Any]] = []
+# The parent's channels, in a forked child. Keeping them stops gRPC from destroying them there.
+_PARENT_CHANNELS: list[_Open[Any]] = []
 
 
 def _forked() -> None:

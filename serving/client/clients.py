@@ -1,6 +1,6 @@
 """LookupClient, and AsyncLookupClient for asyncio. They differ only in how they wait.
 
-What they share is written as coroutines. Those of LookupClient block where others wait, so they end at once.
+Their shared code is coroutines. LookupClient's coroutines block instead of awaiting, so they finish in one step.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ import numpy.typing as npt
 from serving.arguments import check_argument, check_timeout
 from serving.client.channels import LiveChannel
 from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
-from serving.client.exchange import Ask, Call, Exchange
 from serving.client.forks import calling
-from serving.client.messages import Answer, ModelInfo, Scores
+from serving.client.messages import Answer, Scores
 from serving.client.metadata import Metadata
+from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
+from serving.client.session import Call, MakeCall, Session
 from serving.closing import AsyncClosing, Closing
 from serving.errors import InternalError, RequestCancelled
 from serving.protocol.messages import unary
@@ -32,21 +33,21 @@ T = TypeVar("T")
 
 
 class _Client:
-    """What both clients share.
+    """The base of both clients.
 
     Args:
-        addresses: "host:port" of the server. With several addresses, calls go to each in turn. One name may stand for
+        addresses: "host:port" of the server. Calls are spread over several addresses in turn. A name may resolve to
             many servers; it is resolved again when they change.
         model: the model's name.
-        timeout_s: deadline of each lookup in seconds, retries included.
-        retries: what is tried again. None: `Retries()`. `Retries(attempts=1)`: nothing.
+        timeout_s: deadline of each call in seconds, including its retries.
+        retries: how failed calls are retried. None: `Retries()`. `Retries(attempts=1)` retries nothing.
         tls: certificates. None: no TLS.
-        metadata: sent with each call, such as {"authorization": "Bearer …"}. A function is called for each call. Keys
-            are ASCII letters, digits, "_", "." and "-"; values are printable ASCII, or bytes where the key ends in
-            "-bin".
+        metadata: gRPC metadata of each call, such as {"authorization": "Bearer …"}, or a function that returns it for
+            each call. Keys are ASCII letters, digits, "_", "." and "-". Values are printable ASCII, or bytes if the
+            key ends in "-bin".
 
     Raises:
-        ConfigurationError: an argument cannot be used.
+        ConfigurationError: an argument is invalid.
         ServerUnavailable: one name among several addresses cannot be resolved.
     """
 
@@ -71,19 +72,19 @@ class _Client:
         )
         self._model = model
         self._where = f"{','.join(self._connection.addresses)}: model {model!r}"
-        self._exchange = Exchange(self._where, model)
+        self._session = Session(self._where, model)
         self._closed = False
         self._channel = LiveChannel(self._connection, self._library(), _methods)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A client that is pickled, as for another process, is one with the same arguments there."""
-        return _made_again, (type(self), self._model, self._connection)
+        """Pickle the arguments: another process makes a client of its own from them."""
+        return _unpickle, (type(self), self._model, self._connection)
 
     def _library(self) -> Any:
         raise NotImplementedError
 
     async def _response(self, started: Any) -> Any:
-        """The response of a call that was started."""
+        """Wait for the response of a started call."""
         raise NotImplementedError
 
     async def _pause(self, seconds: float) -> None:
@@ -94,20 +95,22 @@ class _Client:
             raise self._is_closed()
         if timeout_s is not None:
             check_argument("timeout_s", timeout_s, float)
-            if not timeout_s <= 0:  # a deadline that has passed is gRPC's to tell
+            if not timeout_s <= 0:  # gRPC answers DEADLINE_EXCEEDED to a deadline in the past
                 check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
-    def _ask(self, timeout_s: float | None = None, trace: str | None = None) -> Ask:
-        """What makes calls from now until the deadline, each as often as `retries` says."""
+    def _caller(self, timeout_s: float | None = None, trace: str | None = None) -> MakeCall:
+        """Makes calls, with retries, until a deadline that starts now."""
         deadline = self._deadline(timeout_s)
         connection = self._connection
 
-        async def ask(call: Call) -> Any:
+        async def make_call(call: Call) -> Any:
             attempt = partial(self._attempt, call, trace)
-            return await with_retries(attempt, self._pause, connection.retries, deadline, connection.elsewhere)
+            return await with_retries(
+                attempt, self._pause, connection.retries, deadline, connection.has_other_servers
+            )
 
-        return ask
+        return make_call
 
     async def _attempt(self, call: Call, trace: str | None, timeout_s: float) -> Any:
         metadata = self._connection.call_metadata(trace)
@@ -116,7 +119,7 @@ class _Client:
             with calling():
                 return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
-            where, is_known = f"{self._where}: ", self._exchange.is_known
+            where, is_known = f"{self._where}: ", self._session.is_known
             raise self._connection.error_of(error, where, is_known=is_known) from None
         except (
             ValueError,
@@ -130,8 +133,8 @@ class _Client:
         return RequestCancelled(f"{self._where}: the client is closed")
 
 
-def _made_again(kind: type[_Client], model: str, connection: Connection) -> _Client:
-    return kind(
+def _unpickle(client: type[_Client], model: str, connection: Connection) -> _Client:
+    return client(
         connection.addresses,
         model,
         connection.timeout_s,
@@ -146,19 +149,19 @@ def _methods(channel: Any) -> dict[str, Any]:
 
 
 class LookupClient(_Client, Closing):
-    """A client of one model, with one channel. Several threads may use it at once.
+    """A client of one model, with one channel. Threads may share it.
 
     In a forked child it makes a connection of its own, unless the parent was in a call at the fork.
     """
 
     def info(self) -> ModelInfo:
-        """Features and dims of the model. They are asked for once.
+        """Features and dims of the model, which are fetched once.
 
         Raises:
-            InternalError: the model is not one that tbe-export made.
+            InternalError: the model was not exported by tbe-export.
             ServingError: the server cannot be reached, or does not have the model.
         """
-        return _result(self._exchange.info(self._ask()))
+        return _result(self._session.info(self._caller()))
 
     def lookup(
         self,
@@ -174,32 +177,32 @@ class LookupClient(_Client, Closing):
         Args:
             features: ids by feature: any of the model's features, in any order. The ids of a feature are one of:
                 a list of B bags, each a list or array of ids, such as [[3, 5], []];
-                a tuple of arrays, (values int64 [N_f], lengths int32 [B]); for features whose ids carry weights
-                (values, lengths, weights float32 [N_f]). A tuple is never one of bags;
+                a tuple of arrays, (values int64 [N_f], lengths int32 [B]), and a third, weights float32 [N_f], if the
+                feature's ids are weighted. A tuple is never read as bags;
                 a dict of the same arrays, {"values": …, "lengths": …, "weights": …}.
-                A torchrec KeyedJaggedTensor is taken, too.
-            shared: the features that have one bag, whatever the number of samples, such as those of the user in
-                ranking: they are sent, looked up and answered once, [1, dim].
+                `features` may also be a torchrec KeyedJaggedTensor.
+            shared: the features that have one bag for all samples, such as the user's features in ranking. They are
+                sent, looked up and returned once, [1, dim].
             timeout_s: deadline of this lookup in seconds. None: the client's.
-            trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
-                current span, if the program uses that.
-            every_host: answer only if every host of a router does, also those of which no row is needed.
+            trace: a W3C `traceparent`, which the server records with this request. None: the traceparent of
+                OpenTelemetry's current span, if the program uses OpenTelemetry.
+            every_host: fail if any host of a router is down, even a host whose rows this lookup does not need.
 
         Returns:
-            {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. A feature of an
-            EmbeddingCollection is not pooled: it has `JaggedRows`, with a row for each id. The arrays are read-only
-            views of one answer.
+            {feature: [B, dim]} in the order of `features`; float32 or float16, as exported. A feature of an
+            EmbeddingCollection is not pooled: it has `JaggedRows`, with one row for each id. The arrays are read-only
+            views of one response.
 
         Raises:
-            InvalidRequest: ids, lengths, weights or names cannot be answered.
-            ConfigurationError: `timeout_s` cannot be waited for, or gRPC cannot send `trace` or what `metadata` gave.
-            DeadlineExceeded: no answer in time.
-            ServerUnavailable: nobody listens at the address, the model is not ready, or the server sheds load.
+            InvalidRequest: the model cannot answer these ids, lengths, weights or names.
+            ConfigurationError: `timeout_s` is invalid, or gRPC cannot send `trace` or the metadata.
+            DeadlineExceeded: the deadline passed before the answer.
+            ServerUnavailable: no server listens at the address, the model is not ready, or the server sheds load.
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
         return _result(
-            self._exchange.lookup(self._ask(timeout_s, trace), features, shared=shared, every_host=every_host)
+            self._session.lookup(self._caller(timeout_s, trace), features, shared=shared, every_host=every_host)
         )
 
     def score(
@@ -212,50 +215,49 @@ class LookupClient(_Client, Closing):
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
-        """What the whole model answers for B samples. It was exported with scores.
+        """Score B samples with the whole model, which must have been exported with `--scores`.
 
         Args:
-            features: ids of all features, as `lookup` takes them.
-            dense: the dense inputs of the model's forward by name, [B, *shape] each: lists or arrays of numbers, of
-                integers or of booleans, as the model takes them.
-            outputs: the names of those that are wanted; all where None.
-            shared: the features that have one bag, and dense inputs that have one row: they count for all samples.
-            timeout_s: deadline in seconds. None: the client's.
-            trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
-                current span, if the program uses that.
+            features: ids of all features, in the forms of `lookup`.
+            dense: the dense inputs of the model's forward by name, [B, *shape] each: lists or arrays of floats,
+                integers or booleans, as the model expects.
+            outputs: names of the outputs to return. None: all.
+            shared: the features with one bag, and the dense inputs with one row, for all samples.
+            timeout_s: as `lookup`.
+            trace: as `lookup`.
 
         Returns:
-            {output: [B, …]}, in the order of the model or of `outputs`, each in the dtype of the output. The arrays
+            {output: [B, …]}, in the order of `outputs` or of the model, each in the dtype of its output. The arrays
             are read-only.
 
         Raises:
-            InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.
+            InvalidRequest: the model cannot answer these ids, dense inputs or names, or has no scores.
             ServingError: as `lookup`.
         """
-        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, shared=shared))
+        return _result(self._session.score(self._caller(timeout_s, trace), features, dense, outputs, shared=shared))
 
     def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
     ) -> Embeddings:
-        """Rows of a table, as they are stored: not pooled, and without weights.
+        """Dequantized rows of a table: not pooled and not weighted.
 
         Args:
-            table: its name.
+            table: the table's name.
             ids: integers [n].
             timeout_s: as `lookup`.
             trace: as `lookup`.
 
         Returns:
-            [n, dim], float32 or float16; read-only. Ids outside the table are answered as its id policy says: `zero`
-            gives zeros.
+            [n, dim], float32 or float16; read-only. The table's id policy applies to ids outside the table: `zero`
+            returns rows of zeros.
 
         Raises:
             ServingError: as `lookup`.
         """
-        return _result(self._exchange.rows(self._ask(timeout_s, trace), table, ids))
+        return _result(self._session.rows(self._caller(timeout_s, trace), table, ids))
 
     def close(self) -> None:
-        """Close the channel."""
+        """Close the channel and cancel its calls."""
         self._closed = True
         self._channel.close()
 
@@ -263,21 +265,21 @@ class LookupClient(_Client, Closing):
         return grpc
 
     async def _response(self, started: Any) -> Any:
-        return started  # grpc has waited for it
+        return started  # grpc's call has already blocked
 
     async def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)  # nothing else runs here
+        time.sleep(seconds)  # no event loop runs these coroutines
 
 
 class AsyncLookupClient(_Client, AsyncClosing):
-    """LookupClient for asyncio: many lookups at once without threads.
+    """LookupClient for asyncio: concurrent lookups without threads.
 
     Use it in one event loop, and not in a forked child.
     """
 
     async def info(self) -> ModelInfo:
         """As `LookupClient.info`."""
-        return await self._exchange.info(self._ask())
+        return await self._session.info(self._caller())
 
     async def lookup(
         self,
@@ -289,8 +291,8 @@ class AsyncLookupClient(_Client, AsyncClosing):
         every_host: bool = False,
     ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._exchange.lookup(
-            self._ask(timeout_s, trace), features, shared=shared, every_host=every_host
+        return await self._session.lookup(
+            self._caller(timeout_s, trace), features, shared=shared, every_host=every_host
         )
 
     async def score(
@@ -304,13 +306,13 @@ class AsyncLookupClient(_Client, AsyncClosing):
         trace: str | None = None,
     ) -> Scores:
         """As `LookupClient.score`."""
-        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, shared=shared)
+        return await self._session.score(self._caller(timeout_s, trace), features, dense, outputs, shared=shared)
 
     async def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
     ) -> Embeddings:
         """As `LookupClient.rows`."""
-        return await self._exchange.rows(self._ask(timeout_s, trace), table, ids)
+        return await self._session.rows(self._caller(timeout_s, trace), table, ids)
 
     async def close(self) -> None:
         """As `LookupClient.close`."""
@@ -328,8 +330,8 @@ class AsyncLookupClient(_Client, AsyncClosing):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
                 raise
-            raise self._is_closed() from None  # gRPC cancels what is awaited when its channel is closed
-        if response is None:  # grpc raises an error of it, and grpc.aio does not
+            raise self._is_closed() from None  # closing a channel cancels its awaited calls
+        if response is None:  # a response that cannot be parsed: grpc raises an error, grpc.aio returns None
             raise InternalError(f"{self._where}: expected a message of KServe's protocol, got other bytes")
         return response
 
@@ -338,7 +340,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
 
 
 def _result(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits."""
+    """The result of a coroutine that never awaits anything unfinished."""
     try:
         coroutine.send(None)
     except StopIteration as done:

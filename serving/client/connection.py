@@ -22,27 +22,27 @@ from serving.triton.error_messages import error_of, handshake_advice
 
 DEFAULT_TIMEOUT_S = 1.0
 
-# gRPC tries calls again that end with one of these statuses: nothing happened, and another attempt may succeed.
+# gRPC retries calls that end with these statuses: the server did nothing, and another attempt may succeed.
 RETRIED = ("UNAVAILABLE", "ABORTED")
 _UNLIMITED = 2**31 - 1
-# The first and the longest pause before a lost connection is made again. gRPC's own default is up to two minutes.
+# The first and the longest pause before reconnecting. gRPC's own default is up to two minutes.
 _RECONNECT_MS = (100, 1000)
-# How long an attempt to connect may take, to the server's first word: where the network is slow, that is several ways
-# there and back. gRPC's option for it has the name of a pause; its own default is 20 s.
+# The longest attempt to connect, up to the server's first message: on a slow network that takes several round trips.
+# gRPC's option for it is named after a pause, and defaults to 20 s.
 _CONNECT_MS = 2000
 # The least time between two resolutions of a name. gRPC resolves it again when a connection is lost or cannot be
-# made. With its own default, 30 s, it goes on with addresses that are gone.
+# made. With its own default, 30 s, it would keep using addresses that no longer exist.
 _RESOLVE_MS = 1000
-# gRPC keeps messages of up to this size, to send them again. Larger ones are sent once.
+# gRPC buffers messages up to this size for retries. Larger messages are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
-# A connection with calls on it is sent a keepalive ping when it has been silent for so long.
+# Seconds of silence after which a connection with calls sends a keepalive ping.
 _KEEPALIVE_S = 1.0
-# The connection is given up if the answer to a ping takes more than a third of the deadline, but within these limits.
-# The kernel waits as long for sent data to be acknowledged (TCP_USER_TIMEOUT). So the lower limit is what a busy
-# server, or a packet that is sent again, may need.
+# The connection is closed if a ping's answer takes longer than a third of the deadline, clamped to these limits.
+# The kernel waits as long for sent data to be acknowledged (TCP_USER_TIMEOUT). The lower limit leaves time for a busy
+# server or a retransmitted packet.
 _KEEPALIVE_TIMEOUT_S = (0.3, 5.0)
-# Of two or more servers, one that fails nearly all calls for an interval gets none for a while. At most half of the
-# servers are left out.
+# With several servers, one that fails nearly all calls in an interval is ejected for a while. At most half of the
+# servers are ejected.
 _BALANCING = {
     "outlier_detection_experimental": {
         "interval": "1s",
@@ -60,10 +60,10 @@ class Tls:
     """TLS with PEM files.
 
     Attributes:
-        root_certificates: who may have signed the server's certificate. None: whom the system trusts.
+        root_certificates: the CAs that may sign the server's certificate. None: the system's CAs.
         certificate_chain: the client's own certificate, for mutual TLS.
         private_key: its private key, without a password.
-        server_name: the name in the certificates of all servers. None: it is the host of the address.
+        server_name: the name in the certificates of all servers. None: the host of the address.
 
     Raises:
         ConfigurationError: an argument is of another type, or `server_name` is not the name of a host.
@@ -92,11 +92,11 @@ class Tls:
             None if path is None else _read_pem(path)
             for path in (self.root_certificates, self.private_key, self.certificate_chain)
         )
-        self._check()
+        self._check_files()
         return grpc.ssl_channel_credentials(roots, key, chain)
 
-    def _check(self) -> None:
-        """Have OpenSSL read the files. gRPC would only log that they are wrong, and fail each call."""
+    def _check_files(self) -> None:
+        """Load the files with OpenSSL. gRPC would only log that they are invalid, and fail each call."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.certificate_chain is not None:
@@ -118,13 +118,13 @@ class Connection:
 
     Attributes:
         addresses: "host:port" of one server or several. A name may stand for many. Calls go to each in turn.
-        timeout_s: deadline of a call in seconds, retries included.
-        retries: what is tried again.
+        timeout_s: deadline of a call in seconds, including its retries.
+        retries: how failed calls are retried.
         tls: certificates. None: no TLS.
-        metadata: sent with each call. A function is called for each call, such as for a token that expires.
+        metadata: gRPC metadata of each call, or a function that returns it, for example with a token that expires.
 
     Raises:
-        ConfigurationError: an argument is of another type, or cannot be used.
+        ConfigurationError: an argument has the wrong type or value.
     """
 
     addresses: Sequence[str]
@@ -151,15 +151,16 @@ class Connection:
 
     @property
     def _server_name(self) -> str | None:
-        """The name in certificates. gRPC would look for all of several addresses as one name."""
+        """The name to expect in certificates. From several addresses gRPC would make one name."""
         if self.tls is not None and self.tls.server_name is not None:
             return self.tls.server_name
         hosts = {address.rpartition(":")[0] for address in self.addresses}
         return hosts.pop() if len(self.addresses) > 1 and len(hosts) == 1 else None
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether another attempt may reach another server: there are several, or a name that may stand for many."""
+    def has_other_servers(self) -> bool:
+        """Whether another attempt may reach another server: with several addresses, or a name that may resolve to
+        several."""
         return len(self.addresses) > 1 or not _is_one_host(self.addresses[0].rpartition(":")[0])
 
     @property
@@ -168,34 +169,35 @@ class Connection:
         return min(max(self.timeout_s / 3, least), most)
 
     def error_of(self, error: grpc.RpcError, where: str = "", *, is_known: bool = False) -> ServingError:
-        """The error of a call that failed. One that may be the proxy's names it, and one of TLS says what to change.
+        """The ServingError for a failed call. It names a proxy that may be the cause, and advises on TLS failures.
 
         Args:
-            error: of grpc or grpc.aio.
-            where, is_known: as `serving.triton.error_messages.error_of`.
+            error: an error of grpc or grpc.aio.
+            where: as `serving.triton.error_messages.error_of`.
+            is_known: as `serving.triton.error_messages.error_of`.
         """
         message = error.details() or ""
         if (advice := handshake_advice(message)) is not None:
             return ServerUnavailable(f"{where}{shown(message.removesuffix(': OK'))}: {advice}")
-        found = error_of(error.code().name, message, where, is_known=is_known)
-        if isinstance(found, ServerUnavailable | DeadlineExceeded) and (note := proxy_note(self.addresses)):
-            return type(found)(f"{found}: {note}")
-        return found
+        failure = error_of(error.code().name, message, where, is_known=is_known)
+        if isinstance(failure, ServerUnavailable | DeadlineExceeded) and (note := proxy_note(self.addresses)):
+            return type(failure)(f"{failure}: {note}")
+        return failure
 
     def call_metadata(self, trace: str | None) -> list[tuple[str, str | bytes]]:
-        """The metadata of one call. `trace` is its W3C traceparent; None: that of OpenTelemetry's current span.
+        """The metadata of one call. `trace` is its W3C traceparent. None: that of OpenTelemetry's current span.
 
         Raises:
             ConfigurationError: gRPC cannot send it.
         """
-        given = self.metadata
-        if callable(given):
-            given = given()
-            check_metadata(given)
-        pairs = [(key.lower(), value) for key, value in given.items()]
+        metadata = self.metadata
+        if callable(metadata):
+            metadata = metadata()
+            check_metadata(metadata)
+        pairs = [(key.lower(), value) for key, value in metadata.items()]
         if trace is not None:
             check_text("trace", trace)
-        elif "traceparent" not in given:
+        elif "traceparent" not in metadata:
             trace = _current_trace()
         return pairs if trace is None else [*pairs, ("traceparent", trace)]
 
@@ -213,8 +215,8 @@ class Connection:
 
         Args:
             library: the module.
-            more_options: of the channel. They go before its own of the same name.
-            target: of the channel. None: what the addresses stand for now.
+            more_options: channel options that override the connection's own.
+            target: a gRPC target. None: the addresses, resolved now.
 
         Raises:
             ConfigurationError: as `Tls.credentials`.
@@ -243,7 +245,7 @@ class Connection:
             ("grpc.service_config", json.dumps(config)),
             ("grpc.service_config_disable_resolution", 1),
             ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),
-            # Connections are shared by channels of a process that have the same options: not with a forked child.
+            # gRPC shares connections between channels with equal options. The pid keeps a forked child's apart.
             ("tbe.process", os.getpid()),
             ("grpc.max_send_message_length", _UNLIMITED),
             ("grpc.max_receive_message_length", _UNLIMITED),
@@ -253,10 +255,10 @@ class Connection:
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
             ("grpc.keepalive_time_ms", int(1000 * _KEEPALIVE_S)),
             ("grpc.keepalive_timeout_ms", int(1000 * self._keepalive_timeout_s)),
-            # Where a ping of gRPC's own is on its way, a keepalive waits for that one: by default a minute.
+            # A keepalive waits for a ping that gRPC has already sent: by default a minute.
             ("grpc.http2.ping_timeout_ms", int(1000 * self._keepalive_timeout_s)),
             ("grpc.enable_http_proxy", int(may_be_proxied(self.addresses))),
-            # No ping without calls, and one in a long call: servers answer more pings with GOAWAY.
+            # No pings without calls, and one in a long call: servers answer more pings with GOAWAY.
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 1),
         ]
@@ -266,7 +268,7 @@ class Connection:
 
 
 def _current_trace() -> str | None:
-    """The traceparent of the span that this program is in by OpenTelemetry, if it uses that."""
+    """The traceparent of OpenTelemetry's current span, if the program uses OpenTelemetry."""
     api = sys.modules.get("opentelemetry.trace")
     context = None if api is None else api.get_current_span().get_span_context()
     if context is None or not context.is_valid:
@@ -282,7 +284,7 @@ def _read_pem(path: Path) -> bytes:
 
 
 def _no_password() -> str:
-    raise ValueError("the key has a password, which gRPC cannot be given")
+    raise ValueError("the key has a password, which gRPC does not support")
 
 
 def _is_one_host(host: str) -> bool:

@@ -1,10 +1,10 @@
-"""What a forked child may do with gRPC.
+"""Whether a forked child may use gRPC.
 
 gRPC stops its threads before a fork and starts them in parent and child, but not while another thread is in a call.
 Then its locks stay locked and its threads are missing in the child: a call hangs beyond its deadline, and a new
 channel may end the process (seen with grpcio 1.85: SIGSEGV, SIGABRT). With asyncio a thread is always in gRPC.
 
-So a child that was forked during a call, or from a process with asyncio clients, uses gRPC no more. Any other child
+So a child that was forked during a call, or from a process with asyncio clients, must not use gRPC. Any other child
 makes new connections (`serving.client.channels`).
 """
 
@@ -21,9 +21,9 @@ class _Process:
     """This process.
 
     Attributes:
-        calls: the calls that are in gRPC now, each by an object of its own: to add and to remove one is atomic.
+        calls: one object for each call that is in gRPC. Adding and removing an object is atomic.
         asyncio_channels: its channels of grpc.aio.
-        problem: why gRPC cannot be used. None if it can.
+        problem: why gRPC cannot be used, or None if it can.
     """
 
     def __init__(self) -> None:
@@ -45,29 +45,29 @@ os.register_at_fork(after_in_child=_PROCESS.forked)
 
 
 def check_process(where: str) -> None:
-    """Refuse a process that cannot use gRPC. To be called before a channel is made, and before each call.
+    """Refuse a process that cannot use gRPC. Call this before making a channel, and before each call.
 
     Args:
-        where: begins the message.
+        where: the start of the message.
 
     Raises:
-        ConfigurationError: it was forked from one that was using gRPC.
+        ConfigurationError: the parent was using gRPC when it forked this process.
     """
     if _PROCESS.problem is not None:
         raise ConfigurationError(
             f"{where}: this process was {_PROCESS.problem}, so gRPC would hang in it: start it by `spawn` or "
-            "`forkserver`, or before its parent asks"
+            "`forkserver`, or before the parent's first call"
         )
 
 
 def opened_for_asyncio(channel: Any) -> None:
-    """Note a channel of grpc.aio."""
+    """Register a channel of grpc.aio."""
     _PROCESS.asyncio_channels.add(channel)
 
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """Note a call while it is in gRPC."""
+    """Register a call for as long as it is in gRPC."""
     call = object()
     _PROCESS.calls.add(call)
     try:

@@ -1,13 +1,13 @@
-"""The messages of a lookup: what a client sends, and what it reads of the answer."""
+"""The request that a client sends, and the answers that it returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.scores import INPUT_DTYPES, DenseInput
+from serving.bundle.scores import INPUT_DTYPES
+from serving.client.model_info import ModelInfo
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
 from serving.requests.answers import JaggedRows
@@ -16,13 +16,13 @@ from serving.requests.types import Embeddings, Outputs, Tensors
 
 
 class Answer(dict[str, Any]):
-    """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order asked for.
+    """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order of the request.
 
-    For a feature of an EmbeddingCollection it has a `JaggedRows` instead: a row for each id, not pooled.
+    A feature of an EmbeddingCollection has `JaggedRows` instead: one row for each id, not pooled.
     The arrays are read-only views of the response's bytes.
 
     Attributes:
-        version: the version of the model that gave the whole answer.
+        version: the model version that computed the whole answer.
     """
 
     def __init__(self, embeddings: Mapping[str, Embeddings | JaggedRows], version: int) -> None:
@@ -31,11 +31,12 @@ class Answer(dict[str, Any]):
 
 
 class Scores(dict[str, npt.NDArray[Any]]):
-    """What a whole model answers, {output: [B, …]}, each in the dtype of the output. The arrays are read-only views
-    of the response's bytes.
+    """Scores of a whole model, {output: [B, …]}, each in the dtype of its output.
+
+    The arrays are read-only views of the response's bytes.
 
     Attributes:
-        version: the version of the model that gave the whole answer.
+        version: the model version that computed the whole answer.
     """
 
     def __init__(self, scores: Outputs, version: int) -> None:
@@ -43,51 +44,15 @@ class Scores(dict[str, npt.NDArray[Any]]):
         self.version = version
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a client needs to know of a served model.
-
-    Attributes:
-        dims: dim of each feature's embedding, in the model's default order.
-        keys: the keys that requests bring ids for, in the model's default order, each with the features that read it.
-        weighted: the keys whose ids have weights.
-        output_dtype: float32 or float16.
-        schema_digest: equal for versions that answer the same features with the same dims and dtype.
-        ids_dtype: of ids as they travel, int64 or int32.
-        dense: the inputs that scores need beside ids.
-        scores: the shape of each score of a sample, or of an id, by the name of the output.
-        score_dtypes: the dtype of each score, likewise.
-        by_id: the dense inputs and scores that have a row for each id of a key, and the key of each.
-        sequences: the features that are answered by a row for each id.
-        tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
-        takes_shared: whether requests may say which features come once. Models that were exported without it do not
-            take it.
-    """
-
-    dims: dict[str, int]
-    keys: dict[str, tuple[str, ...]]
-    weighted: tuple[str, ...]
-    output_dtype: np.dtype[Any]
-    schema_digest: str
-    ids_dtype: np.dtype[Any]
-    sequences: frozenset[str] = frozenset()
-    tables: Mapping[str, int] = field(default_factory=dict)
-    dense: tuple[DenseInput, ...] = ()
-    scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    score_dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    takes_shared: bool = False
-    by_id: Mapping[str, str] = field(default_factory=dict)
-
-
 _INT32 = np.iinfo(np.int32)
 _KSERVE_NAME = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
-    """A ModelInferRequest for `model` with `tensors`. It names its features if they are not in the default order.
+    """A ModelInferRequest for `model` with `tensors`. It names its features unless they are in the default order.
 
     Raises:
-        InvalidRequest: the model takes int32, and an id is not in its range.
+        InvalidRequest: the model takes int32 ids, and an id is outside int32.
     """
     request = ModelInferRequest(model_name=model)
     values = tensors.values
@@ -106,7 +71,7 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
     for name, rows in tensors.dense.items():
         request.inputs.add(name=name, datatype=INPUT_DTYPES[rows.dtype].value, shape=[1, *rows.shape])
         request.raw_input_contents.append(rows.tobytes())
-    if info.scores:  # else all are answered
+    if info.scores:  # a model without scores returns all its outputs
         for name in tensors.outputs:
             request.outputs.add(name=name)
     is_default = tensors.features is not None and list(tensors.features) == list(info.keys)

@@ -1,4 +1,4 @@
-"""What a client sends beside each call: gRPC's metadata, such as a token."""
+"""gRPC metadata that a client sends with each call, such as a token."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ _BINARY = "-bin"
 
 
 def check_metadata(metadata: Any) -> None:
-    """Refuse what gRPC cannot send. Errors leave values out: they are secrets.
+    """Refuse metadata that gRPC cannot send. Messages omit values, which may be secrets.
 
     Raises:
-        ConfigurationError: naming the key that cannot be sent, or whose value cannot.
+        ConfigurationError: gRPC cannot send a key or its value. The message names the key.
     """
     if not isinstance(metadata, Mapping):
         raise ConfigurationError(f"metadata: expected keys with values, got {type(metadata).__name__}")
@@ -39,41 +39,41 @@ def check_metadata(metadata: Any) -> None:
 
 
 class MetadataFile:
-    """Metadata from a file, a JSON object of strings. It is read anew when it changes, as tokens do.
+    """Metadata from a file, a JSON object of strings. A changed file is read again, so tokens can be rotated.
 
     Args:
         path: the file.
 
     Raises:
-        ConfigurationError: it cannot be read, or holds what gRPC cannot send.
+        ConfigurationError: the file cannot be read, or gRPC cannot send its metadata.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int] | None = None
+        self._file_id: tuple[int, int] | None = None
         self._metadata: dict[str, str] = {}
         self()
 
     def __call__(self) -> dict[str, str]:
-        """The metadata of the next call. A file that cannot be used now leaves what it was."""
+        """The metadata of the next call. While the file is invalid, this is its last valid content."""
         try:
             stat = self._path.stat()
-            if (stat.st_mtime_ns, stat.st_ino) == self._seen:
+            if (stat.st_mtime_ns, stat.st_ino) == self._file_id:
                 return self._metadata
             metadata = msgspec.json.decode(read_file(self._path, follow=True), type=dict[str, str])
             check_metadata(metadata)
         except (OSError, ConfigurationError, *UNREADABLE) as error:
-            if self._seen is not None:
+            if self._file_id is not None:
                 return self._metadata
             if isinstance(error, OSError):
                 raise ConfigurationError(f"{self._path}: {error.strerror}") from error
             raise ConfigurationError(f"{self._path}: expected a JSON object of strings: {error}") from error
-        self._metadata, self._seen = metadata, (stat.st_mtime_ns, stat.st_ino)
+        self._metadata, self._file_id = metadata, (stat.st_mtime_ns, stat.st_ino)
         return metadata
 
 
 def check_text(name: str, value: Any) -> None:
-    """Refuse a value that gRPC cannot send as text; `name` is for the error.
+    """Refuse a value that gRPC cannot send as text. The error calls it `name`.
 
     Raises:
         ConfigurationError: it is not str, or has other characters than printable ASCII.

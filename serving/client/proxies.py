@@ -1,4 +1,4 @@
-"""The HTTP proxy that gRPC asks for a connection, as the environment says; never for this machine itself."""
+"""The HTTP proxy that gRPC connects through, from environment variables. Never used for this machine itself."""
 
 import ipaddress
 import os
@@ -7,40 +7,37 @@ from urllib.parse import urlsplit
 
 from serving.client.targets import host_of
 
-# The variables that gRPC reads, in their order:
+# The variables that gRPC reads, in order of precedence:
 # https://grpc.github.io/grpc/core/md_doc_environment_variables.html
 _PROXY = ("grpc_proxy", "https_proxy", "http_proxy")
-_WITHOUT = ("no_grpc_proxy", "no_proxy")
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 
 def may_be_proxied(addresses: Sequence[str]) -> bool:
-    """Whether gRPC may ask a proxy for these addresses.
+    """Whether gRPC may connect to these addresses through a proxy.
 
-    Not for this machine, which a proxy does not reach. Nor for several addresses: gRPC would ask for all of them as
-    the name of one host.
+    A proxy cannot reach this machine. With several addresses, gRPC would ask the proxy for one host with all of them
+    as its name.
     """
     return len(addresses) == 1 and not _is_loopback(host_of(addresses[0]))
 
 
 def proxy_note(addresses: Sequence[str]) -> str | None:
-    """What an error of a connection says of the proxy that it was made through. None: through none."""
+    """A note for a connection's error about the proxy that it used, or None if it used none."""
     if not may_be_proxied(addresses):
         return None
     variable = next((name for name in _PROXY if os.environ.get(name)), None)
     host = host_of(addresses[0])
-    if variable is None or any(_leaves_out(rule.strip(), host) for rule in _rules()):
+    no_proxy = next((os.environ[name] for name in _NO_PROXY if name in os.environ), "").split(",")
+    if variable is None or any(_matches(entry.strip(), host) for entry in no_proxy):
         return None
     proxy = urlsplit(os.environ[variable])
     shown = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"  # without its user and password
-    return f"asked through the proxy {shown}, as {variable} says: no_proxy={host} asks the server itself"
+    return f"connected through the proxy {shown}, set by {variable}: no_proxy={host} connects directly"
 
 
-def _rules() -> list[str]:
-    return next((os.environ[name] for name in _WITHOUT if name in os.environ), "").split(",")
-
-
-def _leaves_out(rule: str, host: str) -> bool:
-    """Whether an entry of no_proxy names this host: the end of its name, or a network that its address is in."""
+def _matches(rule: str, host: str) -> bool:
+    """Whether an entry of no_proxy matches this host: the end of its name, or a network with its address."""
     if not rule:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Which calls are tried again, and when, for both clients.
+"""When both clients retry a call.
 
-gRPC itself tries again by status. This file does it for errors that a status does not tell apart from others. It logs
-that, at DEBUG.
+gRPC itself retries by status. This module retries errors that the status alone does not identify, and logs each retry
+at DEBUG.
 """
 
 import logging
@@ -15,35 +15,35 @@ from serving.errors import ConfigurationError, DeadlineExceeded, ModelUnavailabl
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-# gRPC counts in ms. With 0 ms to wait, which 1 ms less 20 % is, it was seen to forget the call until its deadline.
+# gRPC counts in ms. 1 ms less 20 % is 0 ms, and with that gRPC left a call unattended until its deadline.
 _LEAST_BACKOFF_S = 0.002
 _MOST_BACKOFF_S = 1_000_000
-# Where another server may be reached, the first attempt has this share of the time. The rest is for the second.
+# If there may be another server, the first attempt gets this share of the time and the second gets the rest.
 _FIRST_SHARE = 2 / 3
-# With at least this much time a lost connection is noticed before the deadline. Then the first attempt has all of it.
+# With at least this much time a lost connection is detected before the deadline, so the first attempt gets all of it.
 _NOTICED_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
-    """How often a call is tried within its deadline.
+    """How failed calls are retried within their deadline.
 
-    * UNAVAILABLE: `attempts` times. gRPC does this. It pauses for `backoff_s` the first time and twice as long each
-      time after that, up to `max_backoff_s`, all ± 20 %. When most calls fail it stops for a while
+    * UNAVAILABLE: up to `attempts` attempts, made by gRPC. The first pause is `backoff_s`; each further pause is
+      twice as long, up to `max_backoff_s`, all ± 20 %. When most calls fail, gRPC stops retrying for a while
       (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
-    * The server's shared memory is full: `attempts` times, with the same pauses.
+    * The server's shared memory is full: up to `attempts` attempts, with the same pauses.
     * The model is being loaded: until the deadline, with the same pauses.
-    * No answer, and there may be several servers (several addresses, or a name), and the deadline is less than 4 s:
-      the first attempt ends after two thirds of the deadline, and another server has the rest. Choose a deadline of
-      1.5 times the slowest lookup or more.
+    * No answer, from one of several servers (several addresses, or a name), with a deadline under 4 s: the first
+      attempt ends after two thirds of the deadline, and another server gets the rest. Choose a deadline of at least
+      1.5 times the slowest lookup.
 
     Attributes:
-        attempts: 1 to 5; with 1 nothing is tried again, whatever the reason.
+        attempts: 1 to 5. 1 disables all retries.
         backoff_s: the first pause, in seconds.
         max_backoff_s: the longest pause, in seconds.
 
     Raises:
-        ConfigurationError: a value is of another type, or out of range.
+        ConfigurationError: a value has the wrong type, or is out of range.
     """
 
     attempts: int = 3
@@ -66,34 +66,34 @@ async def with_retries(
     pause: Callable[[float], Awaitable[None]],
     retries: Retries,
     deadline: float,
-    elsewhere: bool,
+    has_other_servers: bool,
 ) -> T:
-    """Make a call again and again, until it succeeds, is refused for good, or the time is up.
+    """Attempt a call until it succeeds, fails for good, or the deadline passes.
 
     Args:
-        attempt: makes the call once, within the seconds given.
-        pause: waits for the seconds given.
-        retries: what is tried again.
-        deadline: when the time is up, by time.monotonic().
-        elsewhere: whether another attempt may reach another server.
+        attempt: makes one attempt, with its timeout in seconds.
+        pause: waits for a number of seconds.
+        retries: how failed calls are retried.
+        deadline: by time.monotonic().
+        has_other_servers: whether another attempt may reach another server.
 
     Raises:
-        ServingError: that of the last attempt.
+        ServingError: the error of the last attempt.
     """
-    elsewhere = elsewhere and retries.attempts > 1
+    may_switch = has_other_servers and retries.attempts > 1
     pause_s = retries.backoff_s
     number = 0
     while True:
         number += 1
-        # A deadline that has passed is gRPC's to tell: DEADLINE_EXCEEDED.
+        # gRPC answers DEADLINE_EXCEEDED to a deadline in the past.
         left_s = max(0.0, deadline - time.monotonic())
-        in_part = elsewhere and left_s < _NOTICED_S
+        in_part = may_switch and left_s < _NOTICED_S
         try:
             return await attempt(left_s * _FIRST_SHARE if in_part else left_s)
         except DeadlineExceeded as error:
             if not in_part:
                 raise
-            elsewhere = False
+            may_switch = False
             _LOG.debug("attempt %d: %s: another server has the rest of the time", number, error)
             continue
         except (ModelUnavailable, SharedMemoryFull) as error:

@@ -16,7 +16,7 @@ from serving.client.connection import Connection
 from serving.client.messages import Answer
 from serving.client.metadata import MetadataFile
 from serving.client.retries import Retries
-from serving.client.serves import Serves, ask_all, differences
+from serving.client.server_info import ServerInfo, differences, query_servers
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.model.settings import ServingSettings
 from serving.requests.encoding import Features
@@ -41,7 +41,7 @@ def status_tables(status: Status) -> Iterator[Table]:
         yield changed
 
 
-def fleet_table(servers: Iterable[Serves]) -> Table:
+def fleet_table(servers: Iterable[ServerInfo]) -> Table:
     """The versions that each server of a fleet serves."""
     table = _table("server", "tritonserver", "model", "versions", "state")
     for server in servers:
@@ -197,7 +197,7 @@ def status(
                 out.print(table, end="\n\n")
         return
     asked = [each.strip() for some in fleet or [address] for each in some.split(",")]
-    servers = ask_all(
+    servers = query_servers(
         Connection(
             addresses=list(dict.fromkeys(asked)),
             timeout_s=timeout_s,

@@ -160,7 +160,7 @@ class HostCaller:
                 continue
             if not asked.is_read:
                 asked.read_by(readers)
-            elif self.host.connection.elsewhere:
+            elif self.host.connection.has_other_servers:
                 self.asked.discard(asked)
                 asked.hurry()
 

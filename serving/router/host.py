@@ -263,7 +263,7 @@ class Host:
         """
         loop = asyncio.get_running_loop()
         left_s = deadline - loop.time()
-        others = [loop.time() + share * left_s for share in _OTHERS_AT] if self.connection.elsewhere else []
+        others = [loop.time() + share * left_s for share in _OTHERS_AT] if self.connection.has_other_servers else []
         running = {self._begin(message, largest, deadline)}
         errors = [*before]
         attempts, pause_s = 1, _PAUSE_S

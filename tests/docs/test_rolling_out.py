@@ -11,7 +11,7 @@ import pytest
 
 from export import export_model
 from serving.client.connection import Connection
-from serving.client.serves import ask_all
+from serving.client.server_info import query_servers
 from tests.support.commands import tbe_export
 from tests.support.models import SUM, collection
 from tests.support.servers import Running, running, tbe_serve
@@ -53,7 +53,9 @@ def release(words: list[str]) -> None:
 
 def wait_for_versions(server: Running, *versions: int) -> None:
     deadline = time.monotonic() + 60
-    while (found := ask_all(Connection(addresses=[server.grpc], timeout_s=5)))[0].models != {"movies": versions}:
+    while (found := query_servers(Connection(addresses=[server.grpc], timeout_s=5)))[0].models != {
+        "movies": versions
+    }:
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
 

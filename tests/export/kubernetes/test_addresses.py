@@ -28,7 +28,7 @@ def test_the_command_that_is_shown_sets_what_is_expected(configured: Path) -> No
     addresses = settings_of(read_config(configured)).hosts
     assert addresses == {"0": "dns:///movies-v2-host-0:8001", "1": "dns:///movies-v2-host-1:8001"}
     for address in addresses.values():
-        assert Connection(addresses=[address]).elsewhere
+        assert Connection(addresses=[address]).has_other_servers
 
 
 @pytest.mark.parametrize(

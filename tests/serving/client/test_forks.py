@@ -100,7 +100,7 @@ def test_a_child_that_was_forked_during_a_call_is_refused_in_time() -> None:
         assert line.startswith(
             f"{client} ConfigurationError: {address}: this process was forked while another thread"
         )
-        assert line.endswith("start it by `spawn` or `forkserver`, or before its parent asks\n")
+        assert line.endswith("start it by `spawn` or `forkserver`, or before the parent's first call\n")
     assert said[3] == "forked\n"
 
 

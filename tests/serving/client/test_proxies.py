@@ -79,7 +79,7 @@ def test_an_error_names_the_proxy_and_not_its_password(proxy: Refusing, monkeypa
     with client, pytest.raises(ServerUnavailable) as error:
         client.info()
     assert str(error.value).endswith(
-        f": asked through the proxy {shown}, as http_proxy says: no_proxy=192.0.2.1 asks the server itself"
+        f": connected through the proxy {shown}, set by http_proxy: no_proxy=192.0.2.1 connects directly"
     )
     assert "secret" not in str(error.value)
     assert set(proxy.asked) == {b"CONNECT 192.0.2.1:1 HTTP/1.1"}

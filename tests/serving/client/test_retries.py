@@ -186,7 +186,7 @@ def test_what_is_tried_again_is_logged_at_debug(caplog: pytest.LogCaptureFixture
         pass
 
     with caplog.at_level(logging.DEBUG, "serving.client.retries"):
-        call = with_retries(attempt, pause, Retries(attempts=3), time.monotonic() + 2, elsewhere=True)
+        call = with_retries(attempt, pause, Retries(attempts=3), time.monotonic() + 2, has_other_servers=True)
         assert asyncio.run(call) == "answer"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("DEBUG", "attempt 1: full: tried again in 0.02 s"),

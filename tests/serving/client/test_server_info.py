@@ -8,7 +8,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.client import Retries, Tls
 from serving.client.connection import Connection
-from serving.client.serves import Serves, ask_all, differences
+from serving.client.server_info import ServerInfo, differences, query_servers
 from serving.server import Access, ServerTls, run_server
 from tests.support.certificates import write_certificates
 from tests.support.fake_server import FakeServer, serving
@@ -48,24 +48,26 @@ def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_i
     with run_server(one_model, FREE, access=Access(tls=secured), log=tmp_path / "log") as server:
         addresses = (server.grpc, "127.0.0.1:1")
         known = Connection(addresses=addresses, timeout_s=5, retries=Retries(attempts=1), tls=tls)
-        there, gone = ask_all(known)
-        assert there == Serves(address=server.grpc, triton="2.51.0", models={"m": (1,)}, problem=None)
+        there, gone = query_servers(known)
+        assert there == ServerInfo(address=server.grpc, triton="2.51.0", models={"m": (1,)}, problem=None)
         assert (gone.address, gone.models) == ("127.0.0.1:1", {})
         assert "Connection refused" in str(gone.problem)
-        (refused,) = ask_all(Connection(addresses=[server.grpc], timeout_s=5, retries=Retries(attempts=1)))
+        (refused,) = query_servers(Connection(addresses=[server.grpc], timeout_s=5, retries=Retries(attempts=1)))
         assert refused.problem is not None
 
 
 def test_what_is_not_ready_is_not_served() -> None:
     fake = Dying()
     with serving(fake) as address:
-        (found,) = ask_all(Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"}))
-    assert found == Serves(address=address, triton="2.68.0", models={"m": (9,)}, problem=None)
+        (found,) = query_servers(
+            Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"})
+        )
+    assert found == ServerInfo(address=address, triton="2.68.0", models={"m": (9,)}, problem=None)
     assert fake.calls[0][1]["authorization"] == "Bearer t"
 
 
-def serves(address: str, **models: tuple[int, ...]) -> Serves:
-    return Serves(address=address, triton="2.51.0", models=models, problem=None)
+def serves(address: str, **models: tuple[int, ...]) -> ServerInfo:
+    return ServerInfo(address=address, triton="2.51.0", models=models, problem=None)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +77,9 @@ def serves(address: str, **models: tuple[int, ...]) -> Serves:
         ([serves("a", m=(7,)), serves("b", m_host_0=(7,))], []),
         ([serves("a", m=(7,)), serves("b", m=(6, 7)), serves("c", m=(7,))], ["m: versions differ: 6, 7 on b; 7 on a, c"]),
         ([serves("a", m=(7,)), serves("b")], ["b: serves nothing"]),
-        ([Serves(address="a", triton=None, models={}, problem="gone")], ["a: does not answer: gone"]),
+        ([ServerInfo(address="a", triton=None, models={}, problem="gone")], ["a: does not answer: gone"]),
     ],
     ids=["equal", "different models", "different versions", "nothing", "gone"],
 )  # fmt: skip
-def test_differences_are_named(servers: list[Serves], expected: list[str]) -> None:
+def test_differences_are_named(servers: list[ServerInfo], expected: list[str]) -> None:
     assert list(differences(tuple(servers))) == expected

@@ -1,7 +1,7 @@
-"""What a lookup says to a server: the calls that it makes, and what their responses mean.
+"""The calls of a client to one model: which requests it sends, and how it checks and decodes their responses.
 
-It does no I/O itself. Whoever uses it passes a function that makes a call. So both clients share this file: for
-AsyncLookupClient that function waits in the event loop; for LookupClient it blocks, and never waits.
+A session does no I/O itself: its caller passes a coroutine function that makes a call. Both clients share it.
+AsyncLookupClient's function awaits the event loop; LookupClient's blocks and never awaits.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.scores import SCORE_DTYPES
-from serving.client.messages import Answer, ModelInfo, Scores, infer_request
-from serving.client.serves import info_of
+from serving.client.messages import Answer, Scores, infer_request
+from serving.client.model_info import ModelInfo, info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
 from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
@@ -26,7 +26,7 @@ from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Te
 
 _PARAMETERS = {"features", "dims", "schema_digest"}
 
-# Of outputs by name, without the leading 1.
+# The shape of each output, without Triton's leading 1.
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -37,15 +37,15 @@ class Call(NamedTuple):
     request: Any
 
 
-# Makes a call and returns its response, or raises the ServingError of the status that came instead.
-Ask = Callable[[Call], Awaitable[Any]]
+# Makes a call and returns its response, or raises the ServingError for its status.
+MakeCall = Callable[[Call], Awaitable[Any]]
 
 
-class Exchange:
+class Session:
     """The calls of one client to one model.
 
     Args:
-        where: the server and the model; errors begin with it.
+        where: the server and the model. Error messages begin with it.
         model: the model's name.
 
     Raises:
@@ -61,133 +61,135 @@ class Exchange:
 
     @property
     def is_known(self) -> bool:
-        """Whether a server has said what the model takes: it has the model, or had it."""
+        """Whether a server has returned the model's configuration. The server has, or had, the model."""
         return self._info is not None
 
-    async def info(self, ask: Ask) -> ModelInfo:
-        """The model's features and dims. They are asked for once."""
+    async def info(self, call: MakeCall) -> ModelInfo:
+        """The model's features and dims, which are fetched once."""
         if self._info is None:
-            response = await ask(Call("ModelConfig", ModelConfigRequest(name=self._model)))
+            response = await call(Call("ModelConfig", ModelConfigRequest(name=self._model)))
             if not response.config.parameters.keys() >= _PARAMETERS:
                 raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
             self._info = info_of(response.config)
         return self._info
 
-    async def lookup(self, ask: Ask, features: Features, **options: Any) -> Answer:
-        """The embeddings of B samples, {feature: [B, dim], or Rows}, float32 or float16.
+    async def lookup(self, call: MakeCall, features: Features, **options: Any) -> Answer:
+        """Embeddings of B samples, {feature: [B, dim] or JaggedRows}, float32 or float16.
 
         Args:
-            ask: makes calls.
+            call: makes a call.
             features: ids by feature.
-            options: other fields of `Tensors`, such as `shared`: the embeddings of such features are [1, dim].
+            options: other fields of `Tensors`. Embeddings of features in `shared` are [1, dim].
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
-            InternalError: the answer is not what the model's config promised.
-            ServingError: as `ask`.
+            InternalError: the response does not match the model's configuration.
+            ServingError: as `call`.
         """
-        info = await self.info(ask)
+        info = await self.info(call)
         tensors = self._encoded(info, features, **options)
         keys = tensors.features or ()
         lengths = lengths_by_key(tensors, keys)
         key_of = {name: key for key in keys for name in info.keys[key]}
-        read = {name: lengths[key] for name, key in key_of.items()}
-        pooled = {name: info.dims[name] for name in read if name not in info.sequences}
-        single = {name: dim for name, dim in pooled.items() if key_of[name] in tensors.shared}
-        each = {name: dim for name, dim in pooled.items() if name not in single}
-        rows = {name: (int(read[name].sum()), info.dims[name]) for name in read if name in info.sequences}
-        samples = next((read[name].size for name in each), 0)
-        outputs, version = await self._infer(ask, tensors, info, _shapes(samples, each, single, rows))
-        found: dict[str, Embeddings | JaggedRows] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
-        if single:
-            found |= decode(outputs[SHARED], single)
+        lengths_of = {name: lengths[key] for name, key in key_of.items()}
+        pooled = {name: info.dims[name] for name in key_of if name not in info.sequences}
+        shared = {name: dim for name, dim in pooled.items() if key_of[name] in tensors.shared}
+        per_sample = {name: dim for name, dim in pooled.items() if name not in shared}
+        rows = {name: (int(lengths_of[name].sum()), info.dims[name]) for name in key_of if name in info.sequences}
+        samples = next((lengths_of[name].size for name in per_sample), 0)
+        outputs, version = await self._infer(call, tensors, info, _shapes(samples, per_sample, shared, rows))
+        embeddings: dict[str, Embeddings | JaggedRows] = {}
+        if per_sample:
+            embeddings |= decode(outputs[EMBEDDINGS], per_sample)
+        if shared:
+            embeddings |= decode(outputs[SHARED], shared)
         if rows:
             decoded = decode_rows(outputs[SEQUENCES], rows)
-            found |= {name: JaggedRows(each, read[name]) for name, each in decoded.items()}
-        return Answer({name: found[name] for name in read}, version)
+            embeddings |= {name: JaggedRows(values, lengths_of[name]) for name, values in decoded.items()}
+        return Answer({name: embeddings[name] for name in key_of}, version)
 
-    async def rows(self, ask: Ask, table: str, ids: npt.ArrayLike) -> Embeddings:
+    async def rows(self, call: MakeCall, table: str, ids: npt.ArrayLike) -> Embeddings:
         """Rows of a table, [n, dim].
 
         Raises:
             InvalidRequest: the model has no such table, or the ids cannot be encoded.
-            InternalError: the model was exported before rows could be asked for.
-            ServingError: as `ask`.
+            InternalError: the model was exported by a version without row lookups.
+            ServingError: as `call`.
         """
-        info = await self.info(ask)
+        info = await self.info(call)
         tensors = encode_rows(table, ids, weighted=bool(info.weighted))
         if not info.tables:
             raise InternalError(
-                f"{self._where} was exported by a tbe-serving that could not answer rows: its config names no "
-                "tables: export it under another name"
+                f"{self._where} was exported by a tbe-serving without row lookups: its config names no tables: "
+                "export it under another name"
             )
         if table not in info.tables:
             raise InvalidRequest(f"table {table!r}: expected one of {', '.join(map(repr, info.tables))}")
         rows = {table: (tensors.values.size, info.tables[table])}
-        outputs, _ = await self._infer(ask, tensors, info, _shapes(0, {}, {}, rows))
+        outputs, _ = await self._infer(call, tensors, info, _shapes(0, {}, {}, rows))
         return decode_rows(outputs[SEQUENCES], rows)[table]
 
     async def score(
         self,
-        ask: Ask,
+        call: MakeCall,
         features: Features,
         dense: DenseFeatures,
         outputs: Collection[str] | None,
         **options: Any,
     ) -> Scores:
-        """What the whole model answers for B samples, {output: [B, …]}, each in the dtype of the output.
+        """Scores of B samples, {output: [B, …]}, each in the dtype of its output.
 
         Args:
-            ask: makes calls.
+            call: makes a call.
             features: ids of all features.
             dense: dense inputs by name.
-            outputs: which are wanted; all where None.
+            outputs: names of the outputs to return. None: all.
             options: other fields of `Tensors`.
 
         Raises:
-            InvalidRequest: the model has no scores, or not these, or the request cannot be encoded.
-            InternalError: the answer is not what the model's config promised.
-            ServingError: as `ask`.
+            InvalidRequest: the model has no scores or no such output, or the request cannot be encoded.
+            InternalError: the response does not match the model's configuration.
+            ServingError: as `call`.
         """
-        info = await self.info(ask)
-        wanted = list(info.scores if outputs is None else outputs)
-        if unknown := [name for name in wanted if name not in info.scores]:
+        info = await self.info(call)
+        output_names = list(info.scores if outputs is None else outputs)
+        if unknown := [name for name in output_names if name not in info.scores]:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
-        if not wanted:
-            raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
+        if not output_names:
+            raise InvalidRequest(f"{self._where} has no scores: export the model with --scores")
         tensors = self._encoded(info, features, **options)
         keys = tensors.features or tuple(info.keys)
         lengths = lengths_by_key(tensors, keys) if info.by_id else {}
         if lacking := [key for key in info.by_id.values() if key not in lengths]:
             raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
-        tensors = replace(tensors, outputs=wanted, dense=encode_dense(info.dense, dense, lengths))
-        is_shared = shared_mask(keys, [each.name for each in info.dense], tensors.shared)
+        tensors = replace(tensors, outputs=output_names, dense=encode_dense(info.dense, dense, lengths))
+        is_shared = shared_mask(keys, [dense_input.name for dense_input in info.dense], tensors.shared)
         samples = samples_of(tensors, keys, is_shared, info.by_id)
         ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
         accept_dense(info.dense, tensors.dense, samples, tensors.shared, ids)
-        response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
-        found: dict[str, npt.NDArray[Any]] = {}
+        response = await call(Call("ModelInfer", infer_request(self._model, tensors, info)))
+        scores: dict[str, npt.NDArray[Any]] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
             key = info.by_id.get(output.name)
             rows = samples if key is None else ids[key] * (samples if key in tensors.shared else 1)
             shape = (rows, *info.scores.get(output.name, ()))
-            if list(output.shape) != [1, *shape] or output.name not in wanted:
+            if list(output.shape) != [1, *shape] or output.name not in output_names:
                 raise self._other_model(output, shape)
             dtype = info.score_dtypes[output.name]
             if output.datatype != SCORE_DTYPES[dtype].value:
                 raise InternalError(
                     f"{self._where}: expected {output.name} as {SCORE_DTYPES[dtype].value}, got {output.datatype}: "
-                    "another model took this one's name: make a new client"
+                    "another model now has this name: make a new client"
                 )
-            found[output.name] = np.frombuffer(content, dtype).reshape(shape)
-        return Scores({name: found[name] for name in wanted}, int(response.model_version))
+            scores[output.name] = np.frombuffer(content, dtype).reshape(shape)
+        return Scores({name: scores[name] for name in output_names}, int(response.model_version))
 
     def _encoded(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:
         """The tensors of a request.
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
-            InternalError: the model was exported before features could come once.
+            InternalError: the model was exported by a version without shared features.
         """
         tensors = encode(features, info.weighted, **options)
         for name in tensors.features or ():
@@ -195,17 +197,17 @@ class Exchange:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
         if tensors.shared and not info.takes_shared:
             raise InternalError(
-                f"{self._where} was exported by a tbe-serving that looked nothing up once: its config has no output "
-                f"{SHARED!r}: export it under another name, or repeat what comes once"
+                f"{self._where} was exported by a tbe-serving without shared features: its config has no output "
+                f"{SHARED!r}: export it under another name, or repeat the shared features for each sample"
             )
         return tensors
 
     async def _infer(
-        self, ask: Ask, tensors: Tensors, info: ModelInfo, shapes: Shapes
+        self, call: MakeCall, tensors: Tensors, info: ModelInfo, shapes: Shapes
     ) -> tuple[dict[str, Embeddings], int]:
-        """The outputs for a request, of the `shapes` that are expected, and the version that answered."""
+        """Send a request. Returns its outputs in the expected `shapes`, and the model version that answered."""
         request = infer_request(self._model, replace(tensors, outputs=list(shapes)), info)
-        response = await ask(Call("ModelInfer", request))
+        response = await call(Call("ModelInfer", request))
         self._check_shapes(response, shapes)
         outputs = {
             output.name: np.frombuffer(content, info.output_dtype).reshape(shapes[output.name])
@@ -223,15 +225,21 @@ class Exchange:
     def _other_model(self, output: Any, shape: tuple[int, ...]) -> InternalError:
         return InternalError(
             f"{self._where}: expected {output.name} of shape {[1, *shape]}, got {list(output.shape)}: another model "
-            "took this one's name: make a new client"
+            "now has this name: make a new client"
         )
 
 
 def _shapes(
     samples: int, pooled: Mapping[str, int], shared: Mapping[str, int], rows: Mapping[str, tuple[int, int]]
 ) -> Shapes:
-    """The shape of each output that answers features: those `pooled` and those that come once, by dim; and `rows`, by
-    their shapes."""
+    """The shape of each output of a lookup.
+
+    Args:
+        samples: B.
+        pooled: dim of each feature pooled per sample.
+        shared: dim of each feature pooled once for all samples.
+        rows: shape [n, dim] of each feature that is not pooled.
+    """
     shapes: Shapes = {EMBEDDINGS: (samples, sum(pooled.values()))} if pooled else {}
     shapes |= {SHARED: (1, sum(shared.values()))} if shared else {}
     return shapes | ({SEQUENCES: (sum(map(prod, rows.values())),)} if rows else {})
