@@ -1,7 +1,6 @@
-"""The operators that are known to keep the samples of a batch apart, and where they leave them.
+"""The operators of ATen that are known to keep the samples of a batch apart, and the sample axis of their output.
 
-An operator that is not in the table may let samples meet, and so may one that is used in another way than its rule
-knows.
+An operator without a rule may mix samples. So may an operator that is used in a way that its rule does not cover.
 """
 
 import math
@@ -11,223 +10,256 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.batchability.sample_axis import Call, Rows, per_sample
+from export.batchability.sample_axis import OperatorCall, SampleAxis, rows_per_sample
 
-# The rules: where the samples of an answer are. None: this use of the operator is not known to keep them apart.
+# A rule returns the sample axis of the output, or None if this call may mix samples.
+Rule = Callable[[OperatorCall], SampleAxis | None]
 
 
-def _pointwise(call: Call) -> Rows | None:
-    """Each number of the answer is made of the numbers at its place, where shapes are broadcast."""
+def output_axis(op: torch._ops.OpOverload, call: OperatorCall, *, has_symbolic_size: bool) -> SampleAxis | None:
+    """The sample axis of the output of an operator, or None if this call may mix samples.
+
+    Args:
+        op: the operator.
+        call: its call.
+        has_symbolic_size: whether an argument is a number that is computed from the number of samples.
+    """
+    name = str(op).removeprefix("aten.")
+    if has_symbolic_size and name not in _TAKING_SIZES:
+        return None
+    rule = _RULES.get(name) or (_pointwise if torch.Tag.pointwise in op.tags else None)
+    return None if rule is None else rule(call)
+
+
+def _pointwise(call: OperatorCall) -> SampleAxis | None:
+    """Each number of the output is computed from the numbers at the same index of the broadcast arguments."""
     broadcast: Any = torch.broadcast_shapes
-    tensors = {name: each for name, each in call.given.items() if isinstance(each, fx.Node)}
-    if not isinstance(call.out, Tensor):
+    tensors = [name for name, argument in call.arguments.items() if isinstance(argument, fx.Node)]
+    if not isinstance(call.output, Tensor):
         return None
-    if list(call.out.shape) != [*broadcast(*(call.shape(name) for name in tensors))]:
+    if list(call.output.shape) != [*broadcast(*(call.shape(name) for name in tensors))]:
         return None
-    return _same(_aligned(call, name) for name in tensors)
+    return _common(_broadcast_axis(call, name) for name in tensors)
 
 
-def _aligned(call: Call, name: str) -> Rows | None:
-    """Where the samples of an argument come to be in an answer that it is broadcast to."""
-    found = call.rows(name)
-    return found and Rows(found.dim + call.out.ndim - len(call.shape(name)), found.block)
+def _broadcast_axis(call: OperatorCall, name: str) -> SampleAxis | None:
+    """The sample axis of an argument after broadcasting to the output."""
+    axis = call.axis(name)
+    return axis and SampleAxis(axis.dim + call.output.ndim - len(call.shape(name)), axis.block)
 
 
-def _same(found: Iterable[Rows | None]) -> Rows | None:
-    """Where the samples of several are, if it is the same place."""
-    places = {each for each in found if each is not None}
-    return places.pop() if len(places) == 1 else None
+def _common(axes: Iterable[SampleAxis | None]) -> SampleAxis | None:
+    """The sample axis that several tensors share, or None if they have none or differ."""
+    distinct = {axis for axis in axes if axis is not None}
+    return distinct.pop() if len(distinct) == 1 else None
 
 
-def _along(*names: str) -> Callable[[Call], Rows | None]:
-    """A rule for operators that work along named dimensions and keep them. The samples must be along another."""
+def _along(*names: str) -> Rule:
+    """A rule for operators that work along named dimensions and keep them: samples must be along another one."""
 
-    def rule(call: Call) -> Rows | None:
-        found, dims = call.rows("self"), [dim for name in names for dim in call.dims(name)]
-        others = [name for name in call.given if name != "self"]
-        return found if found and dims and found.dim not in dims and call.is_constant(*others) else None
+    def rule(call: OperatorCall) -> SampleAxis | None:
+        axis = call.axis("self")
+        dims = [dim for name in names for dim in call.dims(name)]
+        others = [name for name in call.arguments if name != "self"]
+        return axis if axis and dims and axis.dim not in dims and call.is_constant(*others) else None
 
     return rule
 
 
-def _over(call: Call) -> Rows | None:
-    """Operators that make one number of those along some dimensions, which then are gone unless they are kept."""
-    found, dims = _along("dim")(call), call.dims()
-    if found is None or call.given.get("keepdim"):
-        return found
-    return Rows(found.dim - sum(dim < found.dim for dim in dims), found.block)
+def _reduction(call: OperatorCall) -> SampleAxis | None:
+    """Operators that reduce some dimensions, and drop them unless `keepdim` is set."""
+    axis = _along("dim")(call)
+    if axis is None or call.arguments.get("keepdim"):
+        return axis
+    return SampleAxis(axis.dim - sum(dim < axis.dim for dim in call.dims()), axis.block)
 
 
-def _squeeze(call: Call) -> Rows | None:
-    found, shape = _along("dim")(call), call.shape("self")
-    gone = [dim for dim in call.dims() if isinstance(shape[dim], int) and shape[dim] == 1]
-    return found and Rows(found.dim - sum(dim < found.dim for dim in gone), found.block)
+def _squeeze(call: OperatorCall) -> SampleAxis | None:
+    axis = _along("dim")(call)
+    shape = call.shape("self")
+    dropped = [dim for dim in call.dims() if isinstance(shape[dim], int) and shape[dim] == 1]
+    return axis and SampleAxis(axis.dim - sum(dim < axis.dim for dim in dropped), axis.block)
 
 
-def _unsqueeze(call: Call) -> Rows | None:
-    found = call.rows("self")
-    return found and Rows(found.dim + (call.given["dim"] % call.out.ndim <= found.dim), found.block)
+def _unsqueeze(call: OperatorCall) -> SampleAxis | None:
+    axis = call.axis("self")
+    return axis and SampleAxis(axis.dim + (call.arguments["dim"] % call.output.ndim <= axis.dim), axis.block)
 
 
-def _permute(call: Call) -> Rows | None:
-    found = call.rows("self")
-    return found and Rows(call.dims("dims").index(found.dim), found.block)
+def _permute(call: OperatorCall) -> SampleAxis | None:
+    axis = call.axis("self")
+    return axis and SampleAxis(call.dims("dims").index(axis.dim), axis.block)
 
 
-def _view(call: Call) -> Rows | None:
-    """The n-th number in the order of rows belongs to sample (n // run) % B, before and behind a view."""
-    found = call.rows("self")
-    if found is None:
+def _view(call: OperatorCall) -> SampleAxis | None:
+    """In row-major order, number n belongs to sample (n // run) % B, before and after a view."""
+    axis = call.axis("self")
+    if axis is None:
         return None
-    run = found.block * math.prod(call.shape("self")[found.dim + 1 :])
-    for dim, size in enumerate(call.out.shape):
+    run = axis.block * math.prod(call.shape("self")[axis.dim + 1 :])
+    for dim, size in enumerate(call.output.shape):
         if isinstance(size, torch.SymInt):
-            behind = math.prod(call.out.shape[dim + 1 :])
-            whole = isinstance(behind, int) and behind > 0 and run % behind == 0
-            return Rows(dim, run // behind) if whole and run else None
+            inner = math.prod(call.output.shape[dim + 1 :])
+            is_whole = isinstance(inner, int) and inner > 0 and run % inner == 0
+            return SampleAxis(dim, run // inner) if is_whole and run else None
     return None
 
 
-def _expand(call: Call) -> Rows | None:
-    if call.rows("self"):
-        return _aligned(call, "self")
-    return _alike(call)
+def _expand(call: OperatorCall) -> SampleAxis | None:
+    return _broadcast_axis(call, "self") if call.axis("self") else _same_for_all_samples(call)
 
 
-def _repeat(call: Call) -> Rows | None:
-    if (found := _aligned(call, "self")) is None:
-        return _alike(call)
-    is_fixed = all(isinstance(each, int) for each in call.given["repeats"])
-    return found if is_fixed else None
+def _repeat(call: OperatorCall) -> SampleAxis | None:
+    axis = _broadcast_axis(call, "self")
+    if axis is None:
+        return _same_for_all_samples(call)
+    is_fixed = all(isinstance(count, int) for count in call.arguments["repeats"])
+    return axis if is_fixed else None
 
 
-def _alike(call: Call) -> Rows | None:
-    """What is made for any number of samples, alike for each of them."""
-    along = [dim for dim, size in enumerate(call.out.shape) if isinstance(size, torch.SymInt)]
-    if len(along) != 1 or isinstance(call.given.get("fill_value"), fx.Node):
+def _same_for_all_samples(call: OperatorCall) -> SampleAxis | None:
+    """A tensor that is made for any number of samples, with the same numbers for each."""
+    dims = [dim for dim, size in enumerate(call.output.shape) if isinstance(size, torch.SymInt)]
+    if len(dims) != 1 or isinstance(call.arguments.get("fill_value"), fx.Node):
         return None
-    (dim,) = along
-    symbols = call.out.shape[dim].node.expr.free_symbols
+    (dim,) = dims
+    symbols = call.output.shape[dim].node.expr.free_symbols
     if len(symbols) != 1:
-        return None  # a size that is made of several
-    return Rows(dim, per_sample(call.out.shape[dim], *symbols) or 0)
+        return None  # a size that depends on several numbers
+    return SampleAxis(dim, rows_per_sample(call.output.shape[dim], *symbols) or 0)
 
 
-def _slice(call: Call) -> Rows | None:
-    found, (dim,) = call.rows("self"), call.dims()
-    is_whole = call.out.shape[dim] == call.shape("self")[dim] if found and found.dim == dim else True
-    return found if is_whole else None
+def _slice(call: OperatorCall) -> SampleAxis | None:
+    axis = call.axis("self")
+    (dim,) = call.dims()
+    is_whole = call.output.shape[dim] == call.shape("self")[dim] if axis and axis.dim == dim else True
+    return axis if is_whole else None
 
 
-def _cat(call: Call) -> Rows | None:
-    """Tensors side by side; or one behind the other, each with all samples."""
-    places = call.each_rows("tensors")
-    return _same(places) if all(places) else None
+def _cat(call: OperatorCall) -> SampleAxis | None:
+    """A join of tensors that each have all samples, along any dimension."""
+    axes = call.axes("tensors")
+    return _common(axes) if all(axes) else None
 
 
-def _mm(first: str, second: str) -> Callable[[Call], Rows | None]:
-    """A product of two matrices, or of as many as the first dimension says. Nothing is summed over samples."""
+def _matmul(first: str, second: str) -> Rule:
+    """A rule for a product of two matrices, or of two batches of matrices: no sum may be over samples."""
 
-    def rule(call: Call) -> Rows | None:
-        one, other, last = call.rows(first), call.rows(second), call.out.ndim - 1
-        if one and other:
-            product = _same([one, other]) if one.dim == 0 and last == 2 else None
-        elif one:
-            product = one if one.dim == last - 1 else None
+    def rule(call: OperatorCall) -> SampleAxis | None:
+        left = call.axis(first)
+        right = call.axis(second)
+        last = call.output.ndim - 1
+        if left and right:
+            product = _common([left, right]) if left.dim == 0 and last == 2 else None
+        elif left:
+            product = left if left.dim == last - 1 else None
         else:
-            product = other if other and other.dim == last else None
+            product = right if right and right.dim == last else None
         if "self" in (first, second) or product is None or call.is_constant("self"):
             return product
-        return _same([product, _aligned(call, "self")])
+        return _common([product, _broadcast_axis(call, "self")])
 
     return rule
 
 
-def _layer_norm(call: Call) -> Rows | None:
-    found = call.rows("input")
-    kept = len(call.shape("input")) - len(call.given["normalized_shape"])
-    return found if found and found.dim < kept and call.is_constant("weight", "bias") else None
+def _layer_norm(call: OperatorCall) -> SampleAxis | None:
+    axis = call.axis("input")
+    leading = len(call.shape("input")) - len(call.arguments["normalized_shape"])
+    return axis if axis and axis.dim < leading and call.is_constant("weight", "bias") else None
 
 
-def _of_channels(call: Call) -> Rows | None:
-    """Operators for [samples, channels, …], whose other arguments are the same for all samples."""
-    found = call.rows("input") or call.rows("self")
-    if any(isinstance(call.given.get(name), fx.Node) for name in ("C", "HxW", "group")):
-        return None  # a number that is made of the number of samples
-    others = [name for name in call.given if name not in ("input", "self")]
-    return found if found and found.dim == 0 and call.is_constant(*others) else None
+def _of_channels(call: OperatorCall) -> SampleAxis | None:
+    """Operators on [samples, channels, …], whose other arguments are the same for all samples."""
+    axis = call.axis("input") or call.axis("self")
+    if any(isinstance(call.arguments.get(name), fx.Node) for name in ("C", "HxW", "group")):
+        return None  # a number that is computed from the number of samples
+    others = [name for name in call.arguments if name not in ("input", "self")]
+    return axis if axis and axis.dim == 0 and call.is_constant(*others) else None
 
 
-def _pad(call: Call) -> Rows | None:
-    found = call.rows("self")
-    padded = len(call.given["pad"]) // 2
-    return found if found and found.dim < call.out.ndim - padded else None
+def _pad(call: OperatorCall) -> SampleAxis | None:
+    axis = call.axis("self")
+    padded_dims = len(call.arguments["pad"]) // 2
+    return axis if axis and axis.dim < call.output.ndim - padded_dims else None
 
 
-def _attention(call: Call) -> Rows | None:
-    """softmax(q kᵀ) v of [samples, heads, places, width]."""
-    if call.given.get("dropout_p") or not call.is_constant("attn_mask"):
+def _attention(call: OperatorCall) -> SampleAxis | None:
+    """softmax(q kᵀ) v of [samples, heads, positions, width]."""
+    if call.arguments.get("dropout_p") or not call.is_constant("attn_mask"):
         return None
-    found = [call.rows(name) for name in ("query", "key", "value")]
-    return _same(found) if all(each and each.dim == 0 for each in found) else None
+    axes = [call.axis(name) for name in ("query", "key", "value")]
+    return _common(axes) if all(axis and axis.dim == 0 for axis in axes) else None
 
 
-def _gather(call: Call) -> Rows | None:
-    """Numbers at places that a tensor says, along a dimension that is not that of samples."""
-    sources = [name for name in ("self", "index", "src") if isinstance(call.given.get(name), fx.Node)]
-    found = [call.rows(name) for name in sources]
-    where = _same(found) if all(found) else None
-    return where if where and where.dim not in call.dims() else None
+def _gather(call: OperatorCall) -> SampleAxis | None:
+    """Numbers at the indices of a tensor, along a dimension other than that of samples."""
+    names = [name for name in ("self", "index", "src") if isinstance(call.arguments.get(name), fx.Node)]
+    axes = [call.axis(name) for name in names]
+    axis = _common(axes) if all(axes) else None
+    return axis if axis and axis.dim not in call.dims() else None
 
 
-def _index_select(call: Call) -> Rows | None:
+def _index_select(call: OperatorCall) -> SampleAxis | None:
     return _along("dim")(call) if call.is_constant("index") else None
 
 
-def _embedding(call: Call) -> Rows | None:
-    return call.rows("indices") if call.is_constant("weight") else None
+def _embedding(call: OperatorCall) -> SampleAxis | None:
+    return call.axis("indices") if call.is_constant("weight") else None
 
 
-def _index(call: Call) -> Rows | None:
-    """x[:, i, j] with the same places for all samples; or rows of what is the same for all, at places of samples; or
-    x[arange(B), i, j], which is at places of each sample."""
-    indices = call.given["indices"]
-    used = [dim for dim, each in enumerate(indices) if each is not None]
-    found = call.rows("self")
-    if call.is_numbered("indices"):
-        others = call.each_rows("indices")[1:]
-        is_flat = used == list(range(len(used))) and all(len(each.meta["val"].shape) == 1 for each in indices[1:])
-        return found if found == Rows(0) and is_flat and all(each in (None, Rows(0)) for each in others) else None
-    if found is None:
-        return call.each_rows("indices")[0] if used == [0] else None
-    if not call.is_constant("indices") or not used or used != list(range(used[0], used[-1] + 1)) or found.dim in used:
+def _index(call: OperatorCall) -> SampleAxis | None:
+    """x[arange(B), i, j]; table[i] with an index for each sample; or x[:, i, j] with indices for all samples."""
+    if call.is_indexed_by_sample("indices"):
+        return _index_by_sample(call)
+    indices = call.arguments["indices"]
+    indexed_dims = [dim for dim, index in enumerate(indices) if index is not None]
+    axis = call.axis("self")
+    if axis is None:
+        return call.axes("indices")[0] if indexed_dims == [0] else None
+    are_adjacent = indexed_dims and indexed_dims == list(range(indexed_dims[0], indexed_dims[-1] + 1))
+    if not are_adjacent or not call.is_constant("indices") or axis.dim in indexed_dims:
         return None
-    moved = call.out.ndim - len(call.shape("self")) if found.dim > used[-1] else 0
-    return Rows(found.dim + moved, found.block)
+    shift = call.output.ndim - len(call.shape("self")) if axis.dim > indexed_dims[-1] else 0
+    return SampleAxis(axis.dim + shift, axis.block)
 
 
-def _scattered(call: Call) -> Rows | None:
-    """A part of a tensor is replaced, along a dimension that is not that of samples; or for all samples."""
-    found, source, (dim,) = call.rows("self"), call.rows("src"), call.dims()
-    if found is None or source is None:
+def _index_by_sample(call: OperatorCall) -> SampleAxis | None:
+    indices = call.arguments["indices"]
+    indexed_dims = [dim for dim, index in enumerate(indices) if index is not None]
+    others = call.axes("indices")[1:]
+    is_flat = indexed_dims == list(range(len(indexed_dims))) and all(
+        len(index.meta["val"].shape) == 1 for index in indices[1:]
+    )
+    axis = call.axis("self")
+    rows = SampleAxis(0)
+    return axis if axis == rows and is_flat and all(other in (None, rows) for other in others) else None
+
+
+def _scatter_part(call: OperatorCall) -> SampleAxis | None:
+    """A part of a tensor is replaced: along a dimension other than that of samples, or for all samples."""
+    axis = call.axis("self")
+    source = call.axis("src")
+    (dim,) = call.dims()
+    if axis is None or source is None:
         return None
-    is_all = "end" in call.given and call.shape("src")[dim] == call.shape("self")[dim]
+    is_all = "end" in call.arguments and call.shape("src")[dim] == call.shape("self")[dim]
     dropped = len(call.shape("self")) - len(call.shape("src"))
-    place = Rows(found.dim - dropped * (dim < found.dim), found.block)
-    return found if source == place and (found.dim != dim or is_all) else None
+    source_expected = SampleAxis(axis.dim - dropped * (dim < axis.dim), axis.block)
+    return axis if source == source_expected and (axis.dim != dim or is_all) else None
 
 
-def _diagonal(call: Call) -> Rows | None:
-    found, dims = _along("dim1", "dim2")(call), call.dims("dim1") + call.dims("dim2")
-    return found and Rows(found.dim - sum(dim < found.dim for dim in dims), found.block)
+def _diagonal(call: OperatorCall) -> SampleAxis | None:
+    axis = _along("dim1", "dim2")(call)
+    dims = call.dims("dim1") + call.dims("dim2")
+    return axis and SampleAxis(axis.dim - sum(dim < axis.dim for dim in dims), axis.block)
 
 
-def _bucketize(call: Call) -> Rows | None:
-    return call.rows("self") if call.is_constant("boundaries") else None
+def _bucketize(call: OperatorCall) -> SampleAxis | None:
+    return call.axis("self") if call.is_constant("boundaries") else None
 
 
-# What may be given sizes that are made of the number of samples: the shapes of what they answer are looked at.
-_OF_SHAPES = (
+# Operators that may take a size that is computed from the number of samples: their rules check the output's shape.
+_TAKING_SIZES = (
     "view.default",
     "_unsafe_view.default",
     "expand.default",
@@ -236,79 +268,81 @@ _OF_SHAPES = (
     "native_group_norm.default",
 )
 # Beside these, operators that torch tags as pointwise.
-_RULES: dict[str, Callable[[Call], Rows | None]] = {
-    **dict.fromkeys(
-        (
-            "_to_copy.default",
-            "alias.default",
-            "copy.default",
-            "fill.Scalar",
-            "full_like.default",
-            "lift_fresh_copy.default",
-        ),
-        _pointwise,
-    ),
-    **dict.fromkeys(("view.default", "_unsafe_view.default"), _view),
+_RULES: dict[str, Rule] = {
+    "_to_copy.default": _pointwise,
+    "alias.default": _pointwise,
+    "copy.default": _pointwise,
+    "fill.Scalar": _pointwise,
+    "full_like.default": _pointwise,
+    "lift_fresh_copy.default": _pointwise,
+    "view.default": _view,
+    "_unsafe_view.default": _view,
     "permute.default": _permute,
     "unsqueeze.default": _unsqueeze,
-    **dict.fromkeys(("squeeze.dim", "squeeze.dims"), _squeeze),
+    "squeeze.dim": _squeeze,
+    "squeeze.dims": _squeeze,
     "expand.default": _expand,
     "repeat.default": _repeat,
-    "full.default": _alike,
+    "full.default": _same_for_all_samples,
     "slice.Tensor": _slice,
     "cat.default": _cat,
-    **dict.fromkeys(("split_with_sizes.default", "split.Tensor", "glu.default"), _along("dim")),
-    **dict.fromkeys(("_softmax.default", "_log_softmax.default"), _along("dim")),
-    **dict.fromkeys(("cumsum.default", "cumprod.default", "logcumsumexp.default"), _along("dim")),
-    **dict.fromkeys(("sort.default", "sort.stable", "topk.default"), _along("dim")),
+    "split_with_sizes.default": _along("dim"),
+    "split.Tensor": _along("dim"),
+    "glu.default": _along("dim"),
+    "_softmax.default": _along("dim"),
+    "_log_softmax.default": _along("dim"),
+    "cumsum.default": _along("dim"),
+    "cumprod.default": _along("dim"),
+    "logcumsumexp.default": _along("dim"),
+    "sort.default": _along("dim"),
+    "sort.stable": _along("dim"),
+    "topk.default": _along("dim"),
     "flip.default": _along("dims"),
     "roll.default": _along("dims"),
-    **dict.fromkeys(("select.int", "unbind.int"), _over),
-    **dict.fromkeys(("sum.dim_IntList", "mean.dim", "prod.dim_int", "logsumexp.default"), _over),
-    **dict.fromkeys(
-        ("amax.default", "amin.default", "max.dim", "min.dim", "argmax.default", "argmin.default"), _over
-    ),
-    **dict.fromkeys(("any.dim", "any.dims", "all.dim", "all.dims", "median.dim", "kthvalue.default"), _over),
-    **dict.fromkeys(("var.correction", "std.correction", "var_mean.correction"), _over),
-    "linalg_vector_norm.default": _over,
-    "mm.default": _mm("self", "mat2"),
-    "bmm.default": _mm("self", "mat2"),
-    "addmm.default": _mm("mat1", "mat2"),
-    "baddbmm.default": _mm("batch1", "batch2"),
+    "select.int": _reduction,
+    "unbind.int": _reduction,
+    "sum.dim_IntList": _reduction,
+    "mean.dim": _reduction,
+    "prod.dim_int": _reduction,
+    "logsumexp.default": _reduction,
+    "amax.default": _reduction,
+    "amin.default": _reduction,
+    "max.dim": _reduction,
+    "min.dim": _reduction,
+    "argmax.default": _reduction,
+    "argmin.default": _reduction,
+    "any.dim": _reduction,
+    "any.dims": _reduction,
+    "all.dim": _reduction,
+    "all.dims": _reduction,
+    "median.dim": _reduction,
+    "kthvalue.default": _reduction,
+    "var.correction": _reduction,
+    "std.correction": _reduction,
+    "var_mean.correction": _reduction,
+    "linalg_vector_norm.default": _reduction,
+    "mm.default": _matmul("self", "mat2"),
+    "bmm.default": _matmul("self", "mat2"),
+    "addmm.default": _matmul("mat1", "mat2"),
+    "baddbmm.default": _matmul("batch1", "batch2"),
     "native_layer_norm.default": _layer_norm,
-    **dict.fromkeys(
-        (
-            "_native_batch_norm_legit_no_training.default",
-            "native_group_norm.default",
-            "convolution.default",
-            "avg_pool2d.default",
-            "max_pool2d_with_indices.default",
-            "_adaptive_avg_pool2d.default",
-        ),
-        _of_channels,
-    ),
+    "_native_batch_norm_legit_no_training.default": _of_channels,
+    "native_group_norm.default": _of_channels,
+    "convolution.default": _of_channels,
+    "avg_pool2d.default": _of_channels,
+    "max_pool2d_with_indices.default": _of_channels,
+    "_adaptive_avg_pool2d.default": _of_channels,
     "constant_pad_nd.default": _pad,
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
-    **dict.fromkeys(("gather.default", "scatter.src", "scatter.value", "scatter_add.default"), _gather),
+    "gather.default": _gather,
+    "scatter.src": _gather,
+    "scatter.value": _gather,
+    "scatter_add.default": _gather,
     "index_select.default": _index_select,
     "index.Tensor": _index,
     "embedding.default": _embedding,
-    **dict.fromkeys(("slice_scatter.default", "select_scatter.default"), _scattered),
+    "slice_scatter.default": _scatter_part,
+    "select_scatter.default": _scatter_part,
     "diagonal.default": _diagonal,
     "bucketize.Tensor": _bucketize,
 }
-
-
-def rows_behind(op: torch._ops.OpOverload, call: Call, *, is_sized: bool) -> Rows | None:
-    """Where the samples of an answer are; None: this use of the operator is not known to keep them apart.
-
-    Args:
-        op: the operator.
-        call: its use.
-        is_sized: whether it is given a number that is made of the number of samples.
-    """
-    name = str(op).removeprefix("aten.")
-    if is_sized and name not in _OF_SHAPES:
-        return None
-    rule = _RULES.get(name) or (_pointwise if torch.Tag.pointwise in op.tags else None)
-    return None if rule is None else rule(call)

@@ -7,7 +7,9 @@ import msgspec
 import numpy as np
 import torch
 
-from export.batchability.probes import largest_difference, probe_mixing, rounding_limit, split_sizes
+from export.batchability.differences import largest_difference, rounding_limit
+from export.batchability.probe_mixing import probe_mixing
+from export.batchability.probes import split_sizes
 from export.capture.graph_inputs import DenseInputs
 from export.config import Example
 from export.errors import ModelError

@@ -10,8 +10,11 @@ import msgspec
 import torch
 from torch import fx, nn
 
-from export.batchability.mixed_samples import find_branch, find_mixing, find_opaque_step
-from export.batchability.probes import Numbers, Run, answered, moved, probe_mixing, scale_of, scaled_probes
+from export.batchability.branches import find_branch, find_opaque_step
+from export.batchability.differences import Numbers, differences, scale_of
+from export.batchability.find_mixing import find_mixing
+from export.batchability.probe_mixing import probe_mixing
+from export.batchability.probes import Run, run_probes, scaled_probes
 from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
 from export.config import Example
@@ -122,7 +125,7 @@ def compile_dense_part(
         cast_outputs(module, run_dense_part(model, module, subgraph, inputs), subgraph.output_names)
     draws.expect_none(model)
     run = partial(dense_part_scores, model, module, subgraph)
-    probes = [inputs, *(probe for probe, _ in answered(run, scaled_probes(inputs)))]
+    probes = [inputs, *(probe for probe, _ in run_probes(run, scaled_probes(inputs)))]
     if own is None:
         has_example = example is not None
         _expect_parity(model, subgraph, module, columns, run, probes, has_example=has_example)
@@ -163,10 +166,8 @@ def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
         if scored.trained_scores is None:  # the scale was measured with random embeddings
             parity = msgspec.structs.replace(output.parity, scale=scale_of(numbers))
         else:
-            differences = moved(numbers, scored.trained_scores[output.name])
-            parity = msgspec.structs.replace(
-                output.parity, trained=float(differences.max()), trained_mean=float(differences.mean())
-            )
+            off = differences(numbers, scored.trained_scores[output.name])
+            parity = msgspec.structs.replace(output.parity, trained=float(off.max()), trained_mean=float(off.mean()))
         outputs.append(msgspec.structs.replace(output, parity=parity))
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
 
@@ -235,7 +236,7 @@ def _expect_parity(
         if eager is not None:
             expect_model_scores(model, eager, run, probe, is_usual=probe is probes[0])
     for (variation, request), eager in zip(variations, answers[len(probes) :], strict=True):
-        for _, scores in answered(run, [request]):
+        for _, scores in run_probes(run, [request]):
             if eager is not None:
                 expect_variation_scores(model, variation, eager, scores)
 

@@ -6,15 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.batchability.probes import (
-    Numbers,
-    Rounding,
-    Run,
-    largest_difference,
-    rounding_limit,
-    scale_of,
-    split_sizes,
-)
+from export.batchability.differences import Numbers, largest_difference, rounding_limit, scale_of
+from export.batchability.probes import Run, split_sizes
+from export.batchability.rounding import Rounding
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, ParityError
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph

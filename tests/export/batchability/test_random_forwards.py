@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.batchability.probes import probe_mixing
+from export.batchability.probe_mixing import probe_mixing
 from serving.bundle.scores import DenseDtype
-from tests.export.batchability.test_mixed_samples import given, read, run
+from tests.export.batchability.test_find_mixing import mixing_of, probe, run
 
 
 class Drawn(nn.Module):
@@ -64,12 +64,12 @@ MEETING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.long)])
 def test_random_forwards_that_are_read_as_apart_are_apart(count: int) -> None:
     """Each is also run: no number of a sample changes with another sample's, of whatever size."""
-    kept = 0
+    count_apart = 0
     for seed in range(count):
         module = Drawn(seed).eval()
-        found = read(module)
-        assert (found is None) == (not {*module.steps} & MEETING.keys()), (module.steps, found)
-        if found is None:
-            kept += 1
-            assert probe_mixing(partial(run, module, ["x"]), given(), DenseDtype.FP32, {}) is None
-    assert count // 4 <= kept <= 3 * count // 4
+        mixed_by = mixing_of(module)
+        assert (mixed_by is None) == (not {*module.steps} & MEETING.keys()), (module.steps, mixed_by)
+        if mixed_by is None:
+            count_apart += 1
+            assert probe_mixing(partial(run, module, ["x"]), probe(), DenseDtype.FP32, {}) is None
+    assert count // 4 <= count_apart <= 3 * count // 4

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.batchability.probes import Rounding, probe_mixing, scaled_probes
+from export.batchability.probe_mixing import probe_mixing
+from export.batchability.probes import scaled_probes
+from export.batchability.rounding import Rounding
 from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
-from tests.export.batchability.test_mixed_samples import DENSE, SAMPLES, WIDTH, given
+from tests.export.batchability.test_find_mixing import DENSE, SAMPLES, WIDTH, probe
 
 TASKS = 150
 Scores = Callable[[DenseInputs], Mapping[str, Any]]
@@ -50,10 +52,10 @@ def cancelled(inputs: DenseInputs) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("scores", [gates, towers, cancelled])
 def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe_mixing(scores, given(), DenseDtype.FP32, {}) is None
+    assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) is None
     if scores is towers:
-        monkeypatch.setattr(Rounding, "_moved", {})  # a limit of 1e-5 alone takes it for mixing
-        assert probe_mixing(scores, given(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
+        monkeypatch.setattr(Rounding, "_nudged", {})  # a limit of 1e-5 alone takes it for mixing
+        assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
 
 
 def centred(inputs: DenseInputs) -> Mapping[str, Any]:
@@ -73,17 +75,17 @@ def above(inputs: DenseInputs) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("scores", [centred, by_their_number, above])
 def test_samples_that_meet_are_still_seen(scores: Scores) -> None:
-    assert probe_mixing(scores, given(), DenseDtype.FP32, {}) is not None
+    assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) is not None
 
 
 def test_more_than_rounding_is_not_explained() -> None:
     """At each size but the smallest, where a sigmoid is 0.5: a change of one part in a thousand."""
     generator = torch.Generator().manual_seed(0)
-    for probe in scaled_probes(given())[1:]:
-        numbers = towers(probe)
-        rounding = Rounding(towers, probe, numbers, DenseDtype.FP32, is_usual=False)
+    for inputs in scaled_probes(probe())[1:]:
+        numbers = towers(inputs)
+        rounding = Rounding(towers, inputs, numbers, DenseDtype.FP32, is_usual=False)
         assert rounding.explains("s", numbers["s"])
-        moved = probe.with_floats(lambda _, old: old * (1 + 1e-3 * torch.randn(old.shape, generator=generator)))
+        moved = inputs.with_floats(lambda _, old: old * (1 + 1e-3 * torch.randn(old.shape, generator=generator)))
         assert not rounding.explains("s", towers(moved)["s"])
         assert not rounding.explains("s", np.full_like(numbers["s"], np.nan))
 
@@ -101,7 +103,7 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
             mixed = gate(x).softmax(1).unsqueeze(1) @ torch.stack([expert(x) for expert in bottom], 1)
             return {"click": torch.sigmoid(tower(mixed.squeeze(1))).numpy(), "gate": gate(x).softmax(1).numpy()}
 
-    assert probe_mixing(partial(scores, experts), given(), DenseDtype.FP32, {}) is None
+    assert probe_mixing(partial(scores, experts), probe(), DenseDtype.FP32, {}) is None
 
 
 def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> None:
@@ -111,9 +113,11 @@ def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> 
     def chaotic(inputs: DenseInputs) -> Mapping[str, Any]:
         return {"s": np.sin(1e9 * towers(inputs)["s"])}
 
-    for probe in scaled_probes(given()):
-        numbers = random(probe)
-        assert not Rounding(random, probe, numbers, DenseDtype.FP32, is_usual=False).explains("s", random(probe)["s"])
-    numbers = chaotic(given())
-    rounding = Rounding(chaotic, given(), numbers, DenseDtype.FP32, is_usual=True)
+    for inputs in scaled_probes(probe()):
+        numbers = random(inputs)
+        assert not Rounding(random, inputs, numbers, DenseDtype.FP32, is_usual=False).explains(
+            "s", random(inputs)["s"]
+        )
+    numbers = chaotic(probe())
+    rounding = Rounding(chaotic, probe(), numbers, DenseDtype.FP32, is_usual=True)
     assert not rounding.explains("s", numbers["s"] + 0.1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from export.batchability.mixed_samples import find_branch, find_mixing, find_opaque_step
-from export.batchability.probes import probe_mixing
+from export.batchability.find_mixing import find_mixing
+from export.batchability.probe_mixing import probe_mixing
 from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
 
@@ -38,7 +38,7 @@ class Parts(nn.Module):
         self.rows, self.columns = torch.triu_indices(3, 3, 1)
 
     def forward(self, embeddings: Tensor, dense: Tensor) -> tuple[Tensor, ...]:
-        return tuple(each(self, embeddings, dense) for each in self.forwards.values())
+        return tuple(forward(self, embeddings, dense) for forward in self.forwards.values())
 
 
 def as_graph(module: nn.Module) -> fx.GraphModule:
@@ -47,18 +47,13 @@ def as_graph(module: nn.Module) -> fx.GraphModule:
     return fx.GraphModule({"module": module.eval()}, graph)
 
 
-def inputs() -> tuple[Tensor, Tensor]:
+def probe() -> DenseInputs:
     torch.manual_seed(1)
-    return torch.randn(SAMPLES, WIDTH), torch.rand(SAMPLES, DENSE)
+    return DenseInputs(torch.randn(SAMPLES, WIDTH), (torch.rand(SAMPLES, DENSE),))
 
 
-def given() -> DenseInputs:
-    embeddings, dense = inputs()
-    return DenseInputs(embeddings, (dense,))
-
-
-def read(module: nn.Module) -> str | None:
-    return find_mixing(as_graph(module), given())
+def mixing_of(module: nn.Module) -> str | None:
+    return find_mixing(as_graph(module), probe())
 
 
 def blocks(e: Tensor) -> Tensor:
@@ -123,15 +118,15 @@ APART: dict[str, Forward] = {
 
 def test_what_keeps_samples_apart_is_read_so() -> None:
     module = Parts(APART)
-    assert read(module) is None
-    assert probe_mixing(partial(run, module, list(APART)), given(), DenseDtype.FP32, {}) is None
+    assert mixing_of(module) is None
+    assert probe_mixing(partial(run, module, list(APART)), probe(), DenseDtype.FP32, {}) is None
 
 
-def run(module: nn.Module, names: list[str], given: DenseInputs) -> dict[str, Any]:
+def run(module: nn.Module, names: list[str], inputs: DenseInputs) -> dict[str, Any]:
     with torch.no_grad():
-        answer = module(given.embeddings, *given.dense)
-    found = answer if isinstance(answer, tuple) else (answer,)
-    return {name: each.numpy() for name, each in zip(names, found, strict=True)}
+        answer = module(inputs.embeddings, *inputs.dense)
+    outputs = answer if isinstance(answer, tuple) else (answer,)
+    return {name: output.numpy() for name, output in zip(names, outputs, strict=True)}
 
 
 MEET: dict[str, Forward] = {
@@ -196,9 +191,9 @@ MEET: dict[str, Forward] = {
     "name", [pytest.param(name, marks=[pytest.mark.long] if number % 3 else []) for number, name in enumerate(MEET)]
 )
 def test_where_samples_may_meet_is_named(name: str) -> None:
-    found = read(Parts({name: MEET[name]}))
-    assert found is not None
-    assert found.startswith(("aten.", "a step that torch.export cannot follow: "))
+    mixed_by = mixing_of(Parts({name: MEET[name]}))
+    assert mixed_by is not None
+    assert mixed_by.startswith(("aten.", "a step that torch.export cannot follow: "))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +208,9 @@ def test_where_samples_may_meet_is_named(name: str) -> None:
 )
 def test_numbers_of_samples_are_not_the_same_for_all_of_them(forward: Forward) -> None:
     """Merged with others, a request's samples have other numbers, whatever 64 samples happen to show."""
-    found = read(Parts({"numbered": forward}))
-    assert found is not None
-    assert found.startswith("aten.")
+    mixed_by = mixing_of(Parts({"numbered": forward}))
+    assert mixed_by is not None
+    assert mixed_by.startswith("aten.")
 
 
 def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
@@ -228,10 +223,10 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     tracer.record_stack_traces = True
     module = Surges()
     graph = fx.GraphModule(module, tracer.trace(module))
-    found = find_mixing(graph, given())
-    assert found is not None
-    assert found.startswith("aten.sum.dim_IntList at test_mixed_samples.py, line ")
-    assert found.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")
+    mixed_by = find_mixing(graph, probe())
+    assert mixed_by is not None
+    assert mixed_by.startswith("aten.sum.dim_IntList at test_find_mixing.py, line ")
+    assert mixed_by.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")
 
 
 def test_samples_meet_in_a_buffer_that_changes() -> None:
@@ -245,65 +240,4 @@ def test_samples_meet_in_a_buffer_that_changes() -> None:
             self.calls.add_(1)
             return embeddings
 
-    assert read(Counts()) == "its buffer 'module.module.calls' changes"
-
-
-class Asks(nn.Module):
-    def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
-        if embeddings.size(0) == 1:
-            return embeddings * 2
-        return embeddings + dense[:, :1]
-
-
-class Loops(nn.Module):
-    def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
-        for _ in range(embeddings.size(0)):
-            embeddings = embeddings + dense[:, :1]
-        return embeddings
-
-
-class Decided(nn.Module):
-    """Its branches and loops are the same for all numbers of samples."""
-
-    def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
-        if embeddings.dim() == 2:
-            embeddings = embeddings * 2
-        for column in [0, 1]:
-            embeddings = embeddings + dense[:, column].unsqueeze(1)
-        return embeddings
-
-
-class Counts(nn.Module):
-    def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
-        if len(str(embeddings.size(0))) == 3:
-            return embeddings * 2
-        return embeddings + dense[:, :1]
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (Counts, "a branch or loop (prim::If)"),
-        (Asks, "a branch or loop (prim::If)"),
-        (Loops, "a branch or loop (prim::Loop)"),
-        (Decided, None),
-    ],
-)
-def test_branches_that_the_number_of_samples_decides_are_found(module: type[nn.Module], why: str | None) -> None:
-    """torch.export takes it that there are two samples or more, and follows one branch."""
-    program: Any = torch.jit.freeze(torch.jit.script(module().eval()))
-    found = find_branch(program)
-    assert (found is None) == (why is None)
-    assert found is None or found.startswith(str(why))
-
-
-def test_functions_that_are_one_step_are_named() -> None:
-    def unseen(x: Tensor) -> Tensor:
-        return x
-
-    graph = fx.Graph()
-    graph.output(graph.call_function(unseen, (graph.placeholder("x"),)))
-    found = find_opaque_step(fx.GraphModule(nn.Module(), graph))
-    assert found is not None
-    assert "unseen, which is not followed" in found
-    assert find_opaque_step(fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))) is None
+    assert mixing_of(Counts()) == "its buffer 'module.module.calls' changes"
