@@ -14,9 +14,9 @@ from export.errors import ModelError
 from export.ids.id_maps import BuiltMaps, build_maps
 from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
-from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.collection_columns import collection_columns
 from export.scores.dense_part import CompiledDensePart, compile_dense_part
+from export.scores.labelled_requests import LabelledRequest, read_labelled
 from export.scores.trace_example import trace_example
 from export.trained.checkpoint import Checkpoint, WeightSource
 from export.trained.loaded_tables import load_tables

@@ -19,8 +19,9 @@ from export.parity.limits import compare_trained
 from export.parity.verify_scores import scored_of, verify_scores
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
-from export.scores.auc import LabelledRequest, read_labelled, with_labelled_auc
+from export.scores.auc import with_labelled_auc
 from export.scores.dense_part import CompiledDensePart
+from export.scores.labelled_requests import LabelledRequest, read_labelled
 from export.scores.probe_inputs import probe_request
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks
 from export.trained.loaded_tables import load_tables

@@ -16,7 +16,8 @@ from torchmetrics.functional.classification import binary_auroc
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ExportError
-from export.scores.auc import auc_of, read_labelled
+from export.scores.auc import auc_of
+from export.scores.labelled_requests import read_labelled
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
