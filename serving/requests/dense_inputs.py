@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
-from serving.requests.encoding import array_of, has_boolean
+from serving.requests.encoding import has_boolean
+from serving.requests.input_forms import array_of, convert_rows
 from serving.requests.schema import shortened
 from serving.requests.types import Array, Dense, Lengths
 
@@ -46,91 +47,91 @@ def encode_dense(
         )
     _expect_known(inputs, dense)
     return {
-        each.name: _encoded(each, dense[each.name], lengths.get(each.key or ""))
-        for each in inputs
-        if each.name in dense
+        dense_input.name: _encoded(dense_input, dense[dense_input.name], lengths.get(dense_input.key or ""))
+        for dense_input in inputs
+        if dense_input.name in dense
     }
 
 
-def _encoded(of: DenseInput, given: npt.ArrayLike, lengths: Lengths | None) -> Array:
+def _encoded(dense_input: DenseInput, numbers: npt.ArrayLike, lengths: Lengths | None) -> Array:
     try:
-        if of.key is not None:
-            given = _rows_of_bags(of, given, lengths)
-        array = array_of(given)
+        if dense_input.key is not None:
+            numbers = _rows(dense_input, numbers, lengths)
+        array = array_of(numbers)
     except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
-        raise InvalidRequest(f"dense input {of.name!r}: expected numbers: {error}", Reason.DENSE) from error
+        raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
     if array.dtype.kind not in "fiub":
         raise InvalidRequest(
-            f"dense input {of.name!r}: expected numbers of one dtype that numpy has, got {array.dtype}", Reason.DENSE
-        )
-    if of.dtype is InputDtype.FP32:
-        if array.dtype != np.float32:
-            _check_fits(of.name, array, given)
-    else:
-        _check_exact(of, array, given)
-    return np.ascontiguousarray(array, of.dtype.numpy)
-
-
-def _rows_of_bags(of: DenseInput, given: Any, lengths: Lengths | None) -> Any:
-    """What was given of an input with a row for each id, without its bags: [n, *shape]."""
-    depth = len(of.shape)
-    if not isinstance(given, Sequence):
-        given = array_of(given)
-        if given.ndim != 2 + depth:
-            return given
-    elif given and not any(np.ndim(each) > depth or not np.size(each) for each in given):
-        return given  # a list of rows
-    found = [len(bag) for bag in given]
-    if found and lengths is not None and found != lengths.tolist():
-        expected, got = (shortened(str(each)) for each in (lengths.tolist(), found))
-        raise InvalidRequest(
-            f"dense input {of.name!r}: expected bags with a row for each id of {of.key!r}, {expected}, got {got}",
+            f"dense input {dense_input.name!r}: expected numbers of one dtype that numpy has, got {array.dtype}",
             Reason.DENSE,
         )
-    rows = [row for bag in given for row in bag]
-    return rows or np.zeros((0, *of.shape), of.dtype.numpy)
+    if dense_input.dtype is InputDtype.FP32:
+        if array.dtype != np.float32:
+            _check_fits(dense_input.name, array, numbers)
+    else:
+        _check_exact(dense_input, array, numbers)
+    return np.ascontiguousarray(array, dense_input.dtype.numpy)
 
 
-def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
+def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None) -> Any:
+    """The rows of an input with a row for each id, [n, *shape], from any form."""
+    jagged = convert_rows(rows, len(dense_input.shape))
+    if jagged.lengths is None:
+        return jagged.values
+    if jagged.lengths and lengths is not None and jagged.lengths != lengths.tolist():
+        expected, got = (shortened(str(counts)) for counts in (lengths.tolist(), jagged.lengths))
+        raise InvalidRequest(
+            f"dense input {dense_input.name!r}: expected bags with a row for each id of {dense_input.key!r}, "
+            f"{expected}, got {got}",
+            Reason.DENSE,
+        )
+    return jagged.values or np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
+
+
+def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) -> None:
     """Refuse what is no integer for an integer, what is no boolean for a boolean, and an integer out of range."""
     if not array.size:
         return  # numpy says of [] that it is float64
-    kinds, what = ("b", "booleans") if of.dtype is InputDtype.BOOL else ("iu", "integers")
+    kinds, what = ("b", "booleans") if dense_input.dtype is InputDtype.BOOL else ("iu", "integers")
     if array.dtype.kind not in kinds:
         raise InvalidRequest(
-            f"dense input {of.name!r}: expected {what}, which travel as {of.dtype.value}, got {array.dtype}",
+            f"dense input {dense_input.name!r}: expected {what}, which travel as {dense_input.dtype.value}, "
+            f"got {array.dtype}",
             Reason.DENSE,
         )
-    if of.dtype is InputDtype.BOOL:
+    if dense_input.dtype is InputDtype.BOOL:
         return
-    if isinstance(given, Sequence) and has_boolean(np.asarray(given, object).ravel().tolist()):
+    if isinstance(numbers, Sequence) and has_boolean(np.asarray(numbers, object).ravel().tolist()):
         raise InvalidRequest(
-            f"dense input {of.name!r}: expected integers, which travel as {of.dtype.value}, got a boolean among them",
+            f"dense input {dense_input.name!r}: expected integers, which travel as {dense_input.dtype.value}, "
+            "got a boolean among them",
             Reason.DENSE,
         )
-    limits = np.iinfo(of.dtype.numpy)
-    for each in (int(array.min()), int(array.max())):
-        if not limits.min <= each <= limits.max:
+    limits = np.iinfo(dense_input.dtype.numpy)
+    for number in (int(array.min()), int(array.max())):
+        if not limits.min <= number <= limits.max:
             raise InvalidRequest(
-                f"dense input {of.name!r}: expected integers that fit {of.dtype.value}, got {each}", Reason.DENSE
+                f"dense input {dense_input.name!r}: expected integers that fit {dense_input.dtype.value}, "
+                f"got {number}",
+                Reason.DENSE,
             )
 
 
-def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
+def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
     """Refuse integers that float32 would round, such as large ids, and numbers beyond it.
 
     Numbers that were given as floats are measured ones: they are rounded, as they were for training.
     """
     large = array[np.abs(array.astype(np.float64)) > _LAST_INTEGER]
-    if large.size and array.dtype.kind == "f" and isinstance(given, Sequence):
-        large = np.asarray(given, object).ravel()  # numpy made floats of integers beside floats
-    for each in large.tolist():
+    if large.size and array.dtype.kind == "f" and isinstance(numbers, Sequence):
+        large = np.asarray(numbers, object).ravel()  # numpy made floats of integers beside floats
+    for number in large.tolist():
         with np.errstate(over="ignore"):
-            rounded = float(np.float32(each))
-        if math.isinf(rounded) and not math.isinf(each):
-            raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {each:g}", Reason.DENSE)
+            rounded = float(np.float32(number))
+        if math.isinf(rounded) and not math.isinf(number):
+            raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {number:g}", Reason.DENSE)
         with suppress(TypeError):  # it is no integer
-            if (integer := operator.index(each)) != rounded:
+            if (integer := operator.index(number)) != rounded:
                 raise InvalidRequest(
                     f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, "
                     f"got the integer {integer}, which it would round to {rounded:.0f}",
@@ -140,7 +141,7 @@ def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
 
 def accept_dense(
     inputs: Sequence[DenseInput],
-    given: Mapping[str, Array],
+    dense: Mapping[str, Array],
     samples: int,
     shared: Collection[str] = (),
     ids: Mapping[str, int] = MappingProxyType({}),
@@ -149,7 +150,7 @@ def accept_dense(
 
     Args:
         inputs: those that are expected.
-        given: by name. Anything may be in it.
+        dense: by name. It may hold anything.
         samples: of the request.
         shared: names of those that have one row, which counts for all samples.
         ids: how many of each key there are, where an input has a row for each. Of a key that comes once: in its bag.
@@ -160,61 +161,64 @@ def accept_dense(
     Raises:
         InvalidRequest: naming the input, what was expected and what came.
     """
-    found = []
-    for each in inputs:
-        is_shared, array = each.name in shared, given.get(each.name)
-        if each.key is not None:
-            found.append(_accepted_by_id(inputs, each, given, ids[each.key], is_shared=is_shared))
+    accepted = []
+    for dense_input in inputs:
+        is_shared, array = dense_input.name in shared, dense.get(dense_input.name)
+        if dense_input.key is not None:
+            accepted.append(_accepted_by_id(inputs, dense_input, dense, ids[dense_input.key], is_shared=is_shared))
             continue
-        shape = (1 if is_shared else samples, *each.shape)
-        if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_others(each, array):
-            _expect_known(inputs, given)
-            raise _refusal(each, shape, "all samples" if is_shared else "each sample", array)
-        found.append(np.broadcast_to(array, (samples, *each.shape)) if is_shared else array)
-    if len(given) > len(found):
-        _expect_known(inputs, given)
-    return found
+        shape = (1 if is_shared else samples, *dense_input.shape)
+        if array is None or not _is_valid(dense_input, array, shape):
+            _expect_known(inputs, dense)
+            raise _refusal(dense_input, shape, "all samples" if is_shared else "each sample", array)
+        accepted.append(np.broadcast_to(array, (samples, *dense_input.shape)) if is_shared else array)
+    if len(dense) > len(accepted):
+        _expect_known(inputs, dense)
+    return accepted
 
 
 def _accepted_by_id(
-    inputs: Sequence[DenseInput], of: DenseInput, given: Mapping[str, Array], ids: int, *, is_shared: bool
+    inputs: Sequence[DenseInput], dense_input: DenseInput, dense: Mapping[str, Array], ids: int, *, is_shared: bool
 ) -> Array:
     if is_shared:
         raise InvalidRequest(
-            f"once: {of.name!r}: has a row for each id of {of.key!r}: name that key, and both come once",
+            f"once: {dense_input.name!r}: has a row for each id of {dense_input.key!r}: name that key, and both come "
+            "once",
             Reason.FEATURES,
         )
-    array, shape = given.get(of.name), (ids, *of.shape)
-    if array is None or array.dtype != of.dtype.numpy or array.shape != shape or _has_others(of, array):
-        _expect_known(inputs, given)
-        raise _refusal(of, shape, f"each id of {of.key!r}", array)
+    array, shape = dense.get(dense_input.name), (ids, *dense_input.shape)
+    if array is None or not _is_valid(dense_input, array, shape):
+        _expect_known(inputs, dense)
+        raise _refusal(dense_input, shape, f"each id of {dense_input.key!r}", array)
     return array
 
 
-def _has_others(of: DenseInput, array: Array) -> bool:
-    """Whether it has booleans that are neither 0 nor 1, or integers outside [0, rows)."""
-    if of.rows is not None:
-        return bool(array.size) and (array.min() < 0 or array.max() >= of.rows)
-    return array.dtype == np.bool_ and bool((array.view(np.uint8) > 1).any())
+def _is_valid(dense_input: DenseInput, array: Array, shape: Sequence[int]) -> bool:
+    """Whether an array has the right dtype and shape, booleans that are 0 or 1, and integers in [0, rows)."""
+    if array.dtype != dense_input.dtype.numpy or array.shape != shape:
+        return False
+    if dense_input.rows is not None:
+        return not array.size or bool(array.min() >= 0 and array.max() < dense_input.rows)
+    return array.dtype != np.bool_ or not (array.view(np.uint8) > 1).any()
 
 
-def _refusal(of: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
+def _refusal(dense_input: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
     if array is None:
         got = "none: scores need it; ask for the output `embeddings` alone to look up without"
-    elif array.dtype != of.dtype.numpy or array.shape != shape:
+    elif array.dtype != dense_input.dtype.numpy or array.shape != shape:
         got = f"{array.dtype} {list(array.shape)}"
-    elif of.rows is None:
+    elif dense_input.rows is None:
         got = "a byte that is neither 0 nor 1"
     else:
-        outside = np.argwhere((array < 0) | (array >= of.rows))[0]  # type: ignore[operator]
-        row = "sample" if of.key is None else "row"
-        got = f"{array[tuple(outside)]} in {row} {outside[0]}, which is outside [0, {of.rows})"
-    expected = f"{of.dtype.numpy} {list(shape)}, a row for {samples}"
-    return InvalidRequest(f"dense input {of.name!r}: expected {expected}, got {got}", Reason.DENSE)
+        outside = np.argwhere((array < 0) | (array >= dense_input.rows))[0]  # type: ignore[operator]
+        row = "sample" if dense_input.key is None else "row"
+        got = f"{array[tuple(outside)]} in {row} {outside[0]}, which is outside [0, {dense_input.rows})"
+    expected = f"{dense_input.dtype.numpy} {list(shape)}, a row for {samples}"
+    return InvalidRequest(f"dense input {dense_input.name!r}: expected {expected}, got {got}", Reason.DENSE)
 
 
-def _expect_known(inputs: Sequence[DenseInput], given: Collection[str]) -> None:
-    for name in given:
-        if all(name != each.name for each in inputs):
-            expected = ", ".join(repr(each.name) for each in inputs) or "none"
+def _expect_known(inputs: Sequence[DenseInput], names: Collection[str]) -> None:
+    for name in names:
+        if all(name != dense_input.name for dense_input in inputs):
+            expected = ", ".join(repr(dense_input.name) for dense_input in inputs) or "none"
             raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)
