@@ -68,11 +68,11 @@ def _label_ranks(axes: Axes, report: PlanReport) -> None:
 def _groups(report: PlanReport) -> list[tuple[str, list[str], object]]:
     """The label, tables and colour of each kind of bar: one for each large table, and one for all others together."""
     largest = sorted(report.tables, key=lambda name: report.tables[name].bytes, reverse=True)
-    others = largest[_COLOURED:]
+    grey = largest[_COLOURED:]
     groups: list[tuple[str, list[str], object]] = [
         (name, [name], _COLOURS[number]) for number, name in enumerate(largest[:_COLOURED])
     ]
-    return [*groups, (f"{len(others)} others", others, _GREY)] if others else groups
+    return [*groups, (f"{len(grey)} others", grey, _GREY)] if grey else groups
 
 
 def _draw_memory(axes: Axes, report: PlanReport) -> None:
@@ -80,7 +80,7 @@ def _draw_memory(axes: Axes, report: PlanReport) -> None:
     for label, names, colour in _groups(report):
         heights = [sum(rank.tables.get(name, 0) for name in names) for rank in report.ranks]
         axes.bar(range(len(heights)), heights, bottom=below, label=label, color=colour)
-        below = [bottom + height for bottom, height in zip(below, heights, strict=True)]
+        below = [bottom + size for bottom, size in zip(below, heights, strict=True)]
     if report.transfers:
         _draw_limits(axes, report)
         for number, size in enumerate(below):

@@ -51,19 +51,19 @@ def plan_notes(manifest: Manifest, sharding: Sharding) -> Iterator[str]:
 
 def _copies(manifest: Manifest) -> Iterator[str]:
     shards = manifest.plan.shards_by_table
-    held = {table.name: sum(map(table.shard_bytes, shards[table.name])) for table in manifest.tables}
-    more = {table.name: held[table.name] - table.rows * table.row_bytes for table in manifest.tables}
-    total = sum(held.values())
-    once = total - sum(more.values())
-    if total > _COPIES_NOTED * once:
+    stored = {table.name: sum(map(table.shard_bytes, shards[table.name])) for table in manifest.tables}
+    more = {table.name: stored[table.name] - table.rows * table.row_bytes for table in manifest.tables}
+    total = sum(stored.values())
+    without_copies = total - sum(more.values())
+    if total > _COPIES_NOTED * without_copies:
         named = ", ".join(
             f"{name!r} ({manifest.plan.sharding[name].value}) {decimal(more[name])}"
             for name in sorted(more, key=lambda name: -more[name])[:_TABLES_NAMED]
             if more[name] > 0
         )
         yield (
-            f"ranks hold {decimal(total)} for {decimal(once)} of tables, {total / once:.1f} times as much; most "
-            f"of it for {named}: a smaller --memory-per-rank, or --sharding, has fewer copies"
+            f"ranks hold {decimal(total)} for {decimal(without_copies)} of tables, {total / without_copies:.1f} "
+            f"times as much; most of it for {named}: a smaller --memory-per-rank, or --sharding, has fewer copies"
         )
 
 
@@ -228,19 +228,19 @@ def _rank_reports(
     reports = []
     for number, rank in enumerate(manifest.plan.ranks):
         shards = [(name, shard.bytes) for name, t in tables.items() for shard in t.shards if shard.rank == number]
-        held: Counter[str] = Counter()
+        table_bytes: Counter[str] = Counter()
         for name, size in shards:
-            held[name] += size
+            table_bytes[name] += size
         reports.append(
             RankReport(
                 host=rank.host,
-                bytes=held.total(),
+                bytes=table_bytes.total(),
                 memory_bytes=_memory(rank, sharding),
-                share=held.total() / total,
+                share=table_bytes.total() / total,
                 bytes_in=round(moved[number][0]),
                 bytes_out=round(moved[number][1]),
                 shards=len(shards),
-                tables=dict(held),
+                tables=dict(table_bytes),
             )
         )
     return reports
@@ -266,5 +266,6 @@ def _memory(rank: Rank, sharding: Sharding) -> int | None:
         return sharding.memory_bytes
     if rank.host == ROUTER:
         return sharding.router_bytes
-    known = sharding.memory_bytes is not None and sharding.plan is None
-    return sharding.memory_bytes * sharding.local_ranks if known else None  # type: ignore[operator]
+    if sharding.memory_bytes is None or sharding.plan is not None:
+        return None
+    return sharding.memory_bytes * sharding.local_ranks

@@ -85,12 +85,12 @@ def side_by_side(shards: Sequence[Shard]) -> list[Shard]:
     each host would get the same ids several times.
     """
     ranks: dict[tuple[int, int], list[int]] = {}
-    for each in sorted(shards, key=lambda shard: shard.rank):
-        ranks.setdefault((each.row_count, each.width), []).append(each.rank)
+    for shard in sorted(shards, key=lambda shard: shard.rank):
+        ranks.setdefault((shard.row_count, shard.width), []).append(shard.rank)
     dealt = {shape: iter(shards_of_shape) for shape, shards_of_shape in ranks.items()}
     return [
-        msgspec.structs.replace(each, rank=next(dealt[each.row_count, each.width]))
-        for each in sorted(shards, key=lambda shard: (shard.columns, shard.rows))
+        msgspec.structs.replace(shard, rank=next(dealt[shard.row_count, shard.width]))
+        for shard in sorted(shards, key=lambda shard: (shard.columns, shard.rows))
     ]
 
 
@@ -130,11 +130,11 @@ def _join(blocks: Mapping[Block, tuple[tuple[Block, int], ...]]) -> dict[Block, 
     """
     joined: dict[Block, tuple[tuple[Block, int], ...]] = {}
     last: Block | None = None
-    for block, others in sorted(blocks.items()):
-        if last is not None and joined[last] == others:
+    for block, crossing_blocks in sorted(blocks.items()):
+        if last is not None and joined[last] == crossing_blocks:
             del joined[last]
             last = (last[0], block[1])
         else:
             last = block
-        joined[last] = others
+        joined[last] = crossing_blocks
     return joined

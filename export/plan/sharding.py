@@ -138,9 +138,11 @@ class Sharding:
                 f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}"
             )
         for pattern, choice in self.types.items():
-            kinds, known = ([choice], CHOICES) if isinstance(choice, str) else (choice or [""], _TYPES)
-            if unknown := [kind for kind in kinds if kind not in known]:
-                raise ConfigurationError(f"types {pattern!r}: expected one of {', '.join(known)}, got {unknown[0]!r}")
+            kinds, choices = ([choice], CHOICES) if isinstance(choice, str) else (choice or [""], _TYPES)
+            if unknown := [kind for kind in kinds if kind not in choices]:
+                raise ConfigurationError(
+                    f"types {pattern!r}: expected one of {', '.join(choices)}, got {unknown[0]!r}"
+                )
         for pattern, width in self.min_partition.items():
             if not 1 <= width <= MOST_BYTES or width % COLUMN_MULTIPLE:
                 raise ConfigurationError(

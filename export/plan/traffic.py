@@ -47,7 +47,7 @@ def shard_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> Ite
         A shard, the bytes of ids, lengths and per-id weights that it gets, and the bytes of FP32 sums that it sends.
     """
     id_bytes = ID_BYTES + (WEIGHT_BYTES if manifest.weighted else 0)
-    for table, shard, ids, bags in _asked(manifest, sharding, samples):
+    for table, shard, ids, bags in _lookups(manifest, sharding, samples):
         yield (
             shard,
             ids * shard.row_count / table.rows * id_bytes + bags * LENGTH_BYTES,
@@ -74,27 +74,31 @@ def host_traffic(
         By the number of the host. Empty for a plan without a router.
     """
     rank_of_host = manifest.plan.rank_of_host
-    held: dict[int, list[tuple[Table, Shard, float, float]]] = {number: [] for number in rank_of_host.values()}
-    for lookup in _asked(manifest, sharding.measured(manifest.features), samples):
-        held.get(lookup[1].rank, []).append(lookup)
-    return {host: _host_traffic(held[rank], _HOST_SUM_BYTES[sums_dtype]) for host, rank in rank_of_host.items()}
+    lookups_of_rank: dict[int, list[tuple[Table, Shard, float, float]]] = {
+        number: [] for number in rank_of_host.values()
+    }
+    for lookup in _lookups(manifest, sharding.measured(manifest.features), samples):
+        lookups_of_rank.get(lookup[1].rank, []).append(lookup)
+    return {
+        host: _host_traffic(lookups_of_rank[rank], _HOST_SUM_BYTES[sums_dtype]) for host, rank in rank_of_host.items()
+    }
 
 
-def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:
-    """The traffic of a host. `held` is what `_asked` yields for its shards; a sum's element takes `sum_bytes`."""
-    is_long = any(shard.row_count > _MOST_INT32_ROWS for _, shard, _, _ in held)
-    is_weighted = any(table.weighted for table, _, _, _ in held)
+def _host_traffic(lookups: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:
+    """The traffic of a host: of what `_lookups` yields for its shards. An element of a sum takes `sum_bytes`."""
+    is_long = any(shard.row_count > _MOST_INT32_ROWS for _, shard, _, _ in lookups)
+    is_weighted = any(table.weighted for table, _, _, _ in lookups)
     id_bytes = HOST_ID_BYTES * (2 if is_long else 1) + (WEIGHT_BYTES if is_weighted else 0)
     to_host: dict[str, float] = {}
     to_router: dict[str, float] = {}
-    for table, shard, ids, bags in held:
+    for table, shard, ids, bags in lookups:
         sent = ids * shard.row_count / table.rows * id_bytes + bags * HOST_LENGTH_BYTES
         to_host[table.name] = to_host.get(table.name, 0) + sent
         to_router[table.name] = to_router.get(table.name, 0) + bags * shard.width * sum_bytes
     return HostTraffic(to_host, to_router)
 
 
-def _asked(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[tuple[Table, Shard, float, float]]:
+def _lookups(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[tuple[Table, Shard, float, float]]:
     """Each shard that is looked up, with its table, and the numbers of ids and bags in a request for the table."""
     pieces = manifest.plan.pieces_by_table
     for table in manifest.tables:

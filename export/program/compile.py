@@ -98,7 +98,7 @@ def save_program(program: torch.jit.ScriptModule, path: Path) -> None:
 
 
 def write_program(
-    directory: Path, manifest: Manifest, program: torch.jit.ScriptModule, known: Mapping[str, FileDigest]
+    directory: Path, manifest: Manifest, program: torch.jit.ScriptModule, known_digests: Mapping[str, FileDigest]
 ) -> Manifest:
     """Write the program of a bundle, and what Triton starts it with.
 
@@ -106,7 +106,7 @@ def write_program(
         directory: of the bundle. All its other files are there, but for its manifest.
         manifest: of the bundle.
         program: the compiled program.
-        known: digests of files that need not be read again, by name.
+        known_digests: of files that need not be read again, by name.
 
     Returns:
         `manifest` with the digests of all files. It is not written.
@@ -114,5 +114,5 @@ def write_program(
     (directory / MODEL).write_text(model_py())
     save_program(program, directory / PROGRAM)
     names = sorted(path.name for path in directory.iterdir() if path.name != MANIFEST)
-    files = {name: known.get(name) or digest_file(directory / name) for name in names}
+    files = {name: known_digests.get(name) or digest_file(directory / name) for name in names}
     return msgspec.structs.replace(manifest, files=files)

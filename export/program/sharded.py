@@ -44,7 +44,7 @@ class ShardedProgram(nn.Module):
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
         tables = manifest.feature_tables
-        by_rank = _place(manifest)
+        by_rank = _placed_segments(manifest)
         cuts = (column for segments in by_rank for segment in segments for column in segment.shard.columns)
         self.tile = math.gcd(*cuts, *(table.dim for table in tables))
         widths = [table.dim // self.tile for table in tables]
@@ -61,13 +61,13 @@ class ShardedProgram(nn.Module):
         self.most_blocks = max(map(len, blocks))
         everything = torch.arange(len(tables))
         self.register_buffer("order", self.split_order(everything, everything))
-        # So it is where all tables are cut row-wise alike. A block that a short table does not have takes no place:
+        # So it is where all tables are cut row-wise alike. A block that a short table lacks takes no position:
         # it has no ids.
         self.is_cut_in_order = bool((torch.diff(self.order) > 0).all())
 
     @torch.jit.export
     def positions_of(self, features: Tensor) -> Tensor:
-        """The place of each feature of the model in `features`, −1 where it is not asked for.
+        """The position of each feature of the model in `features`, or −1 if the request does not ask for it.
 
         Args:
             features: int64 [F], the features asked for.
@@ -228,7 +228,7 @@ class ShardedProgram(nn.Module):
         return self.to_answer(sums, offsets, features)  # type: ignore[no-any-return]
 
 
-def _place(manifest: Manifest) -> list[list[PlacedSegment]]:
+def _placed_segments(manifest: Manifest) -> list[list[PlacedSegment]]:
     """The segments of each rank, by feature."""
     blocks = {name: row_blocks(shards) for name, shards in manifest.plan.pieces_by_table.items()}
     dtypes = {table.name: table.dtype for table in manifest.tables}

@@ -35,9 +35,9 @@ def code(rows: Tensor, bits: int, headers: Tensor, halves: Tensor) -> tuple[Tens
 def squared(numbers: Tensor) -> float:
     """The sum of the squares of numbers, of any shape."""
     flat = numbers.reshape(-1)
-    found = float(torch.dot(flat, flat))
-    if math.isfinite(found):
-        return found
+    total = float(torch.dot(flat, flat))
+    if math.isfinite(total):
+        return total
     flat = flat.to(torch.float64)  # squares beyond FP32
     return float(torch.dot(flat, flat))
 
@@ -79,9 +79,9 @@ def unpack(codes: Tensor, bits: int, scales_and_biases: Tensor, numbers: Tensor)
             part.copy_(packed)
         else:
             spread = part.view(part.size(0), -1, 8 // bits)
-            for place in range(8 // bits):
-                shifted = packed.bitwise_right_shift(place * bits)
-                spread[:, :, place].copy_(shifted.bitwise_and((1 << bits) - 1))
+            for position in range(8 // bits):
+                shifted = packed.bitwise_right_shift(position * bits)
+                spread[:, :, position].copy_(shifted.bitwise_and((1 << bits) - 1))
         part.mul_(scales_and_biases[start : start + step, :1]).add_(scales_and_biases[start : start + step, 1:])
 
 

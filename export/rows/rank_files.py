@@ -44,7 +44,7 @@ class RunningDigests:
         row_bytes = {table.name: table.dtype.row_bytes for table in manifest.tables}
         # For each rank, its shards in the order of the file, each with the bytes of a row.
         self._shards: dict[int, list[tuple[Shard, int]]] = {rank: [] for rank in files_of_ranks}
-        for shard in sorted(manifest.plan.shards, key=lambda each: each.offset_bytes):
+        for shard in sorted(manifest.plan.shards, key=lambda shard: shard.offset_bytes):
             if shard.rank in files_of_ranks:
                 self._shards[shard.rank].append((shard, row_bytes[shard.table](shard.width)))
         self._written: dict[str, int] = {}
@@ -121,11 +121,11 @@ class _HashedFile:
     def hash_to(self, stop: int) -> None:
         """Hash the next bytes, up to `stop`."""
         while self._hashed < stop:
-            read = os.preadv(self.file, [self._buffer[: stop - self._hashed]], self._hashed)
-            if not read:
+            size = os.preadv(self.file, [self._buffer[: stop - self._hashed]], self._hashed)
+            if not size:
                 raise OSError(f"expected {stop} bytes, got {self._hashed}: the file shrank while it was written")
-            self.sha256.update(self._buffer[:read])
-            self._hashed += read
+            self.sha256.update(self._buffer[:size])
+            self._hashed += size
 
 
 def write_rows(files: Mapping[int, int], table: Table, shards: Sequence[Shard], start: int, stored: Bytes) -> None:
@@ -200,8 +200,8 @@ def store_rows(
         OSError: a file cannot be written.
     """
     shards = {
-        table: [shard for shard in each if shard.rank in files_of_ranks]
-        for table, each in manifest.plan.shards_by_table.items()
+        table: [shard for shard in shards_of_table if shard.rank in files_of_ranks]
+        for table, shards_of_table in manifest.plan.shards_by_table.items()
     }
     cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     with ExitStack() as stack:
@@ -212,10 +212,10 @@ def store_rows(
         store = partial(_store_block, files, weights, _scratches(trained, cores))
         blocks = _blocks(trained, manifest.tables, shards)
         errors: dict[str, TableError] = {}
-        for block, found in map_in_order(pool, store, blocks, ahead=2 * cores):
-            error = errors.setdefault(block.trained.name, TableError(found.dtype))
-            error.join(found)
-            yield StoredRows(block.trained.name, block.stop, error, found.tally.elements)
+        for block, block_error in map_in_order(pool, store, blocks, ahead=2 * cores):
+            error = errors.setdefault(block.trained.name, TableError(block_error.dtype))
+            error.join(block_error)
+            yield StoredRows(block.trained.name, block.stop, error, block_error.tally.elements)
 
 
 @dataclass(frozen=True, slots=True)

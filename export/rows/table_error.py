@@ -65,8 +65,8 @@ class Tally:
         error = np.empty(a.shape, np.result_type(a, b)) if out is None else out
         worst, worst_row, sums = compare(torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(error))
         self.join(Tally.of(start, worst_row, error.size, sums))
-        found: npt.NDArray[Any] = worst.numpy()
-        return found
+        errors: npt.NDArray[Any] = worst.numpy()
+        return errors
 
     @classmethod
     def of(cls, start: int, worst_row: int, elements: int, sums: Sequence[float]) -> Self:
@@ -156,11 +156,11 @@ class CoarseRows:
     @classmethod
     def of(cls, numbers: npt.NDArray[np.int64], moved: Doubles, magnitudes: Doubles, usual: float) -> Self:
         """Those of a block: their numbers, how far they moved and their largest |element|, [k] each."""
-        found = cls(count=len(numbers), first=int(numbers[0]) if len(numbers) else None, usual=usual)
+        rows = cls(count=len(numbers), first=int(numbers[0]) if len(numbers) else None, usual=usual)
         lost = np.where(moved > magnitudes / 4, moved, 0.0)
         if lost.any():
-            found.lost, found.lost_row = float(lost.max()), int(numbers[lost.argmax()])
-        return found
+            rows.lost, rows.lost_row = float(lost.max()), int(numbers[lost.argmax()])
+        return rows
 
     def join(self, later: "CoarseRows") -> None:
         """Add those of rows after these."""

@@ -110,9 +110,9 @@ def owner_of(name: str) -> Step | None:
 
 
 def files_of(names: Iterable[str], steps: Collection[Step]) -> list[str]:
-    """Those of some names of files that are these deltas, and behind them those that are their signatures."""
-    wanted = {*steps}
-    return sorted((name for name in names if owner_of(name) in wanted), key=lambda name: name.endswith(".sig"))
+    """The names of the files of some deltas, then the names of their signatures."""
+    distinct = {*steps}
+    return sorted((name for name in names if owner_of(name) in distinct), key=lambda name: name.endswith(".sig"))
 
 
 def steps_in(folder: Path) -> list[Step]:

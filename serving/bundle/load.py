@@ -160,18 +160,18 @@ def newest(model: Path) -> int:
     return published[-1]
 
 
-def check_published(model: Path, wanted: Iterable[int]) -> None:
+def check_published(model: Path, requested: Iterable[int]) -> None:
     """Refuse versions that are not published.
 
     Args:
         model: the model's folder, <repository>/<name>.
-        wanted: its versions.
+        requested: its versions.
 
     Raises:
         ConfigurationError: naming the missing version, and those that are published.
     """
     published = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
-    if missing := sorted({*wanted} - {*published}):
+    if missing := sorted({*requested} - {*published}):
         raise ConfigurationError(f"{model}: expected one of versions {published}, got {missing[0]}")
 
 

@@ -191,7 +191,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def weighted_keys(self) -> tuple[str, ...]:
         """The keys whose ids carry per-id weights: a weighted table without position weights reads them."""
         sends = self.sends_weights
-        return tuple(key for key, read in self.keys.items() if any(sends[feature.name] for feature in read))
+        return tuple(key for key, features in self.keys.items() if any(sends[feature.name] for feature in features))
 
     @property
     def sends_weights(self) -> dict[str, bool]:
@@ -218,7 +218,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         It is `ANY_INT64` if any int64 is a valid id of all these tables.
         """
         rows = {table.name: table.valid_ids for table in self.tables}
-        return {key: min(rows[feature.table] for feature in read) for key, read in self.keys.items()}
+        return {key: min(rows[feature.table] for feature in features) for key, features in self.keys.items()}
 
     @property
     def feature_tables(self) -> tuple[Table, ...]:

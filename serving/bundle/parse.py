@@ -298,5 +298,8 @@ def _twice(what: str, names: Iterable[str]) -> Iterator[str]:
 
 
 def _described(shard: Shard) -> str:
-    (top, bottom), (left, right) = shard.rows, shard.columns
-    return f"table {shard.table!r}: shard of rows [{top}, {bottom}) × columns [{left}, {right}) on rank {shard.rank}"
+    (first_row, end_row), (first_column, end_column) = shard.rows, shard.columns
+    return (
+        f"table {shard.table!r}: shard of rows [{first_row}, {end_row}) × columns [{first_column}, {end_column}) "
+        f"on rank {shard.rank}"
+    )

@@ -20,61 +20,65 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
         yield "dense_part: outputs: expected at least one"
     if part.mixed_by is not None and not part.mixes_samples:
         yield "dense_part: mixed_by: expected it where mixes_samples is true alone"
-    yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])
-    for kind, name, shape in (
-        *(("input", each.name, each.shape) for each in part.inputs),
-        *(("output", each.name, each.shape) for each in part.outputs),
-    ):
-        yield from _in_shape(f"dense {kind} {name!r}", shape)
-    for each in part.inputs:
-        if each.rows is not None and (each.rows < 1 or not each.dtype.is_integer):
-            yield f"dense input {each.name!r}: rows: expected a number > 0, of integers alone, got {each.rows}"
+    yield from wrong_names([tensor.name for tensor in part.inputs], [output.name for output in part.outputs])
+    for tensor in part.inputs:
+        yield from _in_shape(f"dense input {tensor.name!r}", tensor.shape)
+    for output in part.outputs:
+        yield from _in_shape(f"dense output {output.name!r}", output.shape)
+    for tensor in part.inputs:
+        if tensor.rows is not None and (tensor.rows < 1 or not tensor.dtype.is_integer):
+            yield f"dense input {tensor.name!r}: rows: expected a number > 0, of integers alone, got {tensor.rows}"
     yield from _by_id(manifest, part)
     yield from _in_jagged(manifest, part)
+    yield from _in_lengths(manifest, part)
 
 
 def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
-    """What is wrong with inputs and outputs that have a row for each id of a key."""
+    """Find contradictions in inputs and outputs with a row for each id of a key."""
     for kind, name, key in (
-        *(("input", each.name, each.key) for each in part.inputs),
-        *(("output", each.name, each.key) for each in part.outputs),
+        *(("input", tensor.name, tensor.key) for tensor in part.inputs),
+        *(("output", output.name, output.key) for output in part.outputs),
     ):
         if key is not None and key not in manifest.keys:
             yield f"dense {kind} {name!r}: key: expected one of the bundle's, got {key!r}"
-    taken = [each.name for each in part.jagged if each.kind is JaggedKind.NUMBERS]
-    if sorted(taken) != sorted(part.by_id):
-        yield f"dense_part: jagged: expected NUMBERS of {sorted(part.by_id)}, once each, got {sorted(taken)}"
+    numbers = [jagged.name for jagged in part.jagged if jagged.kind is JaggedKind.NUMBERS]
+    if sorted(numbers) != sorted(part.by_id):
+        yield f"dense_part: jagged: expected NUMBERS of {sorted(part.by_id)}, once each, got {sorted(numbers)}"
         return
-    features = {each.name: each.key for each in manifest.features}
-    known = {
-        part.key_of(each, features)
-        for each in part.jagged
-        if each.kind is not JaggedKind.LENGTHS and (each.kind is not JaggedKind.ROWS or each.name in features)
+    keys = {feature.name: feature.key for feature in manifest.features}
+    keys_with_rows = {
+        part.key_of(jagged, keys)
+        for jagged in part.jagged
+        if jagged.kind is not JaggedKind.LENGTHS and (jagged.kind is not JaggedKind.ROWS or jagged.name in keys)
     }
     for output in part.outputs:
-        if output.key is not None and output.key not in known:
+        if output.key is not None and output.key not in keys_with_rows:
             yield f"dense output {output.name!r}: expected a jagged input with a row for each id of {output.key!r}"
 
 
 def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
     tables = zip(manifest.features, manifest.feature_tables, strict=True)
-    names = {
+    names_of_kind = {
         JaggedKind.ROWS: {feature.name for feature, table in tables if table.is_sequence},
         JaggedKind.WEIGHTS: {*manifest.weighted_keys},
         JaggedKind.NUMBERS: {*part.by_id},
     }
-    for each in part.jagged:
-        known = names.get(each.kind, manifest.keys.keys())
-        if each.name not in known or part.jagged.count(each) > 1:
-            what = "a feature that is not pooled" if each.kind is JaggedKind.ROWS else "a key that has them"
-            yield f"dense_part: jagged: {each.kind.value} of {each.name!r}: expected {what}, once"
+    for jagged in part.jagged:
+        names = names_of_kind.get(jagged.kind, manifest.keys.keys())
+        if jagged.name not in names or part.jagged.count(jagged) > 1:
+            what = "a feature that is not pooled" if jagged.kind is JaggedKind.ROWS else "a key that has them"
+            yield f"dense_part: jagged: {jagged.kind.value} of {jagged.name!r}: expected {what}, once"
+
+
+def _in_lengths(manifest: Manifest, part: DensePart) -> Iterator[str]:
+    """Find contradictions in the rules for the lengths of keys."""
     for key, length in part.fixed_lengths.items():
         if key not in manifest.keys or not 1 <= length < 2**31:
             yield f"dense_part: fixed_lengths: {key!r}: expected a key, and a length > 0, got {length}"
-    every = [key for group in part.together for key in group]
+    grouped = [key for group in part.together for key in group]
     if (
-        not manifest.keys.keys() >= {*every}
-        or len({*every}) < len(every)
+        not manifest.keys.keys() >= {*grouped}
+        or len({*grouped}) < len(grouped)
         or min(map(len, part.together), default=2) < 2
     ):
         yield f"dense_part: together: expected groups of two keys or more, each key in one, got {part.together}"

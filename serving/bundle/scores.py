@@ -18,7 +18,7 @@ RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
 
 class DenseDtype(enum.Enum):
-    """How a dense part's weights are stored. INT8 quantizes those of nn.Linear, and their inputs dynamically."""
+    """How a dense part's weights are stored. INT8 quantizes the weights of nn.Linear, and its inputs dynamically."""
 
     FP32 = "FP32"
     BF16 = "BF16"
@@ -38,17 +38,17 @@ class InputDtype(enum.Enum):
 
     @cached_property  # an enum's hash takes as long as a comparison of arrays
     def numpy(self) -> np.dtype[Any]:
-        """The same of numpy."""
+        """The numpy dtype."""
         return _NUMPY[self]
 
     @property
     def is_integer(self) -> bool:
-        """Whether it has integers alone, and more than two."""
+        """Whether it is a dtype of integers; BOOL is not."""
         return self.numpy.kind in "iu"
 
 
 class ScoreDtype(enum.Enum):
-    """The dtype of a score, by its KServe name: that of the model, and FP32 for FP16 and BF16."""
+    """The dtype of a score, by its KServe name: the dtype of the model's output, or FP32 for FP16 and BF16."""
 
     FP32 = "FP32"
     FP64 = "FP64"
@@ -61,7 +61,7 @@ class ScoreDtype(enum.Enum):
 
     @cached_property
     def numpy(self) -> np.dtype[Any]:
-        """The same of numpy."""
+        """The numpy dtype."""
         return np.dtype(np.float64) if self is ScoreDtype.FP64 else InputDtype(self.value).numpy
 
 
@@ -74,9 +74,9 @@ _NUMPY: dict[InputDtype, np.dtype[Any]] = {
     InputDtype.UINT8: np.dtype(np.uint8),
     InputDtype.BOOL: np.dtype(np.bool_),
 }
-# Of each dtype that a dense input may have.
+# The dtypes that a dense input may have.
 INPUT_DTYPES = {numpy: dtype for dtype, numpy in _NUMPY.items()}
-# Of each dtype that a score may have.
+# The dtypes that a score may have.
 SCORE_DTYPES = {dtype.numpy: dtype for dtype in ScoreDtype}
 
 
@@ -86,8 +86,8 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
     Attributes:
         name: the argument of the model's forward, or its path in an example input, such as `batch.dense_features`.
         shape: of one sample, or of one id. () is one number.
-        rows: of integers that read rows of an embedding in the dense part: each is in [0, rows). None: any may come.
-        key: it has a row for each of the n ids of this key, in their order. None: it has one for each sample.
+        rows: the integers read an embedding in the dense part, and are in [0, rows). None: any number is accepted.
+        key: the input has a row for each of the n ids of this key, in their order. None: a row for each sample.
     """
 
     name: str
@@ -98,16 +98,19 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """All of it that a client can see. That of FP32 [B, width] is as it was when there was nothing else."""
+        """What a client can see of it. FP32 [B, width] has the short form, so that old digests stay valid."""
         if self.dtype is InputDtype.FP32 and len(self.shape) == 1 and self.key is None:
             return [self.name, *self.shape]
         return [self.name, self.shape, self.dtype.value, *([] if self.key is None else [self.key])]
 
 
 class JaggedKind(enum.Enum):
-    """What a jagged input has: a row for each id of a feature that is not pooled, [n, dim], in the bundle's output
-    dtype; the numbers of a dense input that has a row for each id of a key, [n, *shape]; or of a key its lengths,
-    int32 [B], its ids, int64 [n], or their weights, float32 [n], as they were sent.
+    """The content of a jagged input.
+
+    ROWS: the rows that were looked up for a feature that is not pooled, [n, dim], in the bundle's output dtype.
+    NUMBERS: a dense input with a row for each id of a key, [n, *shape].
+    LENGTHS, IDS, WEIGHTS: as in the request, the lengths of a key, int32 [B], its ids, int64 [n], or the weights of
+    these, float32 [n].
     """
 
     ROWS = "ROWS"
@@ -118,10 +121,10 @@ class JaggedKind(enum.Enum):
 
 
 class JaggedInput(Strict, frozen=True):
-    """What the dense part takes of the ids of a request, beside embeddings and dense inputs.
+    """An input of the dense part that is made of the ids of a request, or has a row for each of them.
 
     Attributes:
-        name: of a feature that is not pooled, for ROWS; of a dense input, for NUMBERS; of a key, for others.
+        name: for ROWS, of a feature that is not pooled; for NUMBERS, of a dense input; for the others, of a key.
     """
 
     kind: JaggedKind
@@ -168,7 +171,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
 
     Attributes:
         shape: of one sample, or of one id. () is one number.
-        key: it has a row for each of the n ids of this key, in their order. None: it has one for each sample.
+        key: the output has a row for each of the n ids of this key, in their order. None: a row for each sample.
     """
 
     name: str
@@ -179,7 +182,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """All of it that a client can see. That of FP32 is as it was when there was nothing else."""
+        """What a client can see of it. FP32 is left out, so that old digests stay valid."""
         dtype = [] if self.dtype is ScoreDtype.FP32 else [[self.dtype.value]]
         return [self.name, self.shape, *([] if self.key is None else [self.key]), *dtype]
 
@@ -188,18 +191,18 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     """The dense part: the layers of a model after its collections.
 
     Attributes:
-        inputs: the inputs beside the embeddings. The program takes those with a row for each sample, in this order;
-            then `jagged`, which has the others.
+        inputs: the inputs beside the embeddings. The program takes the inputs with a row for each sample in this
+            order, then `jagged`, which has the others.
         outputs: in the order of an answer.
         dtype: of its weights.
         mixes_samples: whether the scores of a sample may depend on the other samples of its request. If so, requests
             are not scored together.
-        mixed_by: the operator that may mix samples, and its line in the model, in words. None: there is none, or an
-            earlier tbe-serving exported the bundle.
+        mixed_by: the operator that may mix samples, and its line in the model, in words. None: samples are not
+            mixed, or an earlier tbe-serving exported the bundle.
         is_own: whether it is a module of the user's own, instead of the trained model's layers.
-        jagged: the inputs that have rows for ids, or are made of them.
-        fixed_lengths: keys that have exactly so many ids in each bag where scores are asked for.
-        together: groups of keys that have as many ids in each sample where scores are asked for, as the model puts
+        jagged: the inputs that have rows for ids, or are made of ids.
+        fixed_lengths: the number of ids in each bag of a key, in requests for scores.
+        together: groups of keys that have equally many ids in each sample, in requests for scores: the model places
             their rows side by side.
     """
 
@@ -216,19 +219,19 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     @property
     def by_sample(self) -> tuple[DenseInput, ...]:
         """The inputs with a row for each sample."""
-        return tuple(each for each in self.inputs if each.key is None)
+        return tuple(tensor for tensor in self.inputs if tensor.key is None)
 
     @property
     def by_id(self) -> dict[str, str]:
         """The inputs with a row for each id, and the key of each."""
-        return {each.name: each.key for each in self.inputs if each.key is not None}
+        return {tensor.name: tensor.key for tensor in self.inputs if tensor.key is not None}
 
     def key_of(self, jagged: JaggedInput, keys: Mapping[str, str]) -> str:
         """The key whose ids a jagged input is made of.
 
         Args:
             jagged: the input.
-            keys: that of each feature.
+            keys: the key of each feature.
         """
         if jagged.kind is JaggedKind.ROWS:
             return keys[jagged.name]
@@ -236,14 +239,15 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """All of it that a client can see: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
-        inputs, outputs = [each.schema for each in self.inputs], [each.schema for each in self.outputs]
+        """What a client can see of it: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
+        inputs = [tensor.schema for tensor in self.inputs]
+        outputs = [output.schema for output in self.outputs]
         fixed = [sorted(self.fixed_lengths.items())] if self.fixed_lengths or self.together else []
         return [inputs, outputs, *fixed, *([self.together] if self.together else [])]
 
 
 def wrong_names(inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the names of a dense part's inputs and outputs, a line each."""
+    """Find unusable names of a dense part's inputs and outputs, and describe each in a line."""
     for kind, names in (("input", inputs), ("output", outputs)):
         for name in names:
             if not is_name(name) or name in RESERVED or names.count(name) > 1:

@@ -108,7 +108,7 @@ class AppliedCopy:
         self._slices: Iterator[float] | None = None
         self._mapped_bytes = 0  # that need no page fault any more when they are written
         self._rows = _FIRST_ROWS  # of a slice
-        self._left = 0  # rows of the present delta that are not written
+        self._rows_left = 0  # rows of the present delta that are not written
         self._due_at = 0.0  # when it should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
@@ -154,7 +154,7 @@ class AppliedCopy:
             return 1.0
         if time.time() - self._written_at > _BEHIND_S:
             return _MOST_SHARE
-        left_s = self._left * _SLICE_S / self._rows
+        left_s = self._rows_left * _SLICE_S / self._rows
         until_s = max(self._due_at - time.monotonic(), _SLICE_S)
         return min(max(left_s / until_s, _LEAST_SHARE), _MOST_SHARE)
 
@@ -264,7 +264,7 @@ class AppliedCopy:
     def _apply(self, delta: Delta) -> Iterator[float]:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
         begun = self._state.half_written  # by a delta writer that was killed: what came before is written
-        self._left = sum(len(changed.ids) for changed in delta.tables.values())
+        self._rows_left = sum(len(changed.ids) for changed in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
         rows_written = 0
         self._state.note_begun(delta.sequence, delta.digest)
@@ -280,7 +280,7 @@ class AppliedCopy:
                         target[offset] = columns
                 took_s = time.thread_time() - began
                 self._adapt(took_s, stop - start)
-                self._left -= stop - start
+                self._rows_left -= stop - start
                 yield took_s
                 start = stop
             rows_written += len(ids)

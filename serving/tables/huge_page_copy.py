@@ -67,8 +67,8 @@ class SharedCopies:
                 "write: mount one (`mount -t tmpfs -o huge=always,size=… tmpfs /mnt/huge`), or in Kubernetes a "
                 "volume with `medium: HugePages-2Mi`; or set 'mapped'"
             )
-        self._held: list[int] = []
-        weakref.finalize(self, let_go, self._held)
+        self._locks: list[int] = []
+        weakref.finalize(self, release_copies, self._locks)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
         """The copy of a file. It is made if there is none. If another process makes it, this one waits.
@@ -91,7 +91,7 @@ class SharedCopies:
             try:
                 lacks = "" if folder.is_hugetlbfs else self._lacks
                 size_bytes = in_huge_pages(digest.size_bytes)
-                self._held.append(taken(copy, size_bytes, partial(copy_checked, path, digest), lacks))
+                self._locks.append(acquire_copy(copy, size_bytes, partial(copy_checked, path, digest), lacks))
             except OSError as error:
                 more = f": {_MORE}" if error.errno in (errno.ENOSPC, errno.ENOMEM) else ""
                 problems.append(f"{copy}: {error.strerror}{more}")
@@ -105,7 +105,7 @@ class SharedCopies:
 
     def close(self) -> None:
         """Let all copies go. Those that no other process uses are removed."""
-        let_go(self._held)
+        release_copies(self._locks)
 
 
 def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
@@ -122,9 +122,9 @@ def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
         kind, _, options = what.split(" ", 2)
         _, _, device, _, encoded, *_ = where.split(" ")
         folder = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), encoded))  # space, tab, newline, \
-        wanted = {*options.split(",")}
-        is_hugetlbfs = kind == "hugetlbfs" and bool(wanted & {"pagesize=2M", "pagesize=2048K"})
-        is_huge = is_hugetlbfs or (kind == "tmpfs" and bool(wanted & _KINDS_OF_TMPFS))
+        mount_options = {*options.split(",")}
+        is_hugetlbfs = kind == "hugetlbfs" and bool(mount_options & {"pagesize=2M", "pagesize=2048K"})
+        is_huge = is_hugetlbfs or (kind == "tmpfs" and bool(mount_options & _KINDS_OF_TMPFS))
         if is_huge and os.access(folder, os.W_OK) and _is_on(folder, device):
             folders.append(HugeFolder(folder, is_hugetlbfs))
     yield from sorted(folders, key=lambda folder: not folder.is_hugetlbfs)
@@ -135,7 +135,7 @@ def _is_on(folder: Path, device: str) -> bool:
     return device == f"{os.major(number)}:{os.minor(number)}"
 
 
-def taken(
+def acquire_copy(
     copy: Path,
     size_bytes: int,
     fill: Callable[[mmap.mmap], None],
@@ -158,11 +158,11 @@ def taken(
     draft = copy.with_name(copy.name + _PARTIAL)
     while True:
         try:
-            return _expect_size(locked(copy, os.O_RDONLY, fcntl.LOCK_SH), size_bytes)
+            return _expect_size(open_locked(copy, os.O_RDONLY, fcntl.LOCK_SH), size_bytes)
         except FileNotFoundError:
             pass
         try:
-            file = locked(draft, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = open_locked(draft, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:  # another process finished it, or gave up
             continue
         except BlockingIOError:  # another process makes it; polled, as that process keeps its lock on what it made
@@ -211,7 +211,7 @@ def _expect_size(file: int, size_bytes: int) -> int:
     return file
 
 
-def locked(path: Path, flags: int, lock: int) -> int:
+def open_locked(path: Path, flags: int, lock: int) -> int:
     """Open a file and lock it.
 
     Raises:
@@ -275,17 +275,17 @@ def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = Non
         if but is not None and copy.name.endswith(but):
             continue
         with suppress(OSError):  # it is locked, belongs to another user, is a folder, or was just removed
-            file = locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = open_locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 copy.unlink()
             finally:
                 os.close(file)
 
 
-def let_go(held: list[int]) -> None:
+def release_copies(locks: list[int]) -> None:
     """Let copies go. A copy that no other process holds is removed."""
-    while held:
-        file = held.pop()
+    while locks:
+        file = locks.pop()
         with suppress(OSError):  # others hold it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             Path(os.readlink(f"/proc/self/fd/{file}")).unlink()

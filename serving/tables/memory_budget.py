@@ -60,17 +60,17 @@ _LOOKS = 3
 _PAUSE_S = 0.01
 
 
-def most_weights_bytes(processes: int, *, kept: bool) -> int:
+def most_weights_bytes(processes: int, *, is_pinned: bool) -> int:
     """The most bytes of weights files that fit the memory of the machine, or of the control group.
 
     Args:
         processes: how many processes map the files. Each needs memory of its own.
-        kept: whether the pages are never given up: locked, or on a tmpfs. If they took too much, the kernel would
+        is_pinned: whether the pages stay in memory: locked, or on a tmpfs. If they took too much, the kernel would
             kill a process.
     """
     memory = memory_here()
-    others = processes + 1 if kept else processes
-    return min(int(MOST_OF_MEMORY * memory), memory - others * PROCESS_BYTES)
+    process_count = processes + 1 if is_pinned else processes
+    return min(int(MOST_OF_MEMORY * memory), memory - process_count * PROCESS_BYTES)
 
 
 def weights_of_others(directory: Path, files: Iterable[Path]) -> dict[Path, int]:

@@ -36,7 +36,14 @@ from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Table
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.files import UNREADABLE, open_file
-from serving.tables.huge_page_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken
+from serving.tables.huge_page_copy import (
+    MOUNTS,
+    acquire_copy,
+    copy_checked,
+    huge_page_folders,
+    open_locked,
+    remove_unused,
+)
 from serving.tables.live_state import About, State
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
@@ -71,7 +78,7 @@ class LiveCopy:
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_written else mmap.PROT_READ
         self.pages: Final = mmap.mmap(file, os.fstat(file).st_size if is_written else HUGE_PAGE, prot=protection)
         self.state = State(self.pages, file)
-        self._let_go = weakref.finalize(self, _let_go, file)
+        self._release = weakref.finalize(self, _release, file)
 
     @classmethod
     def take(cls, directory: Path, manifest: Manifest, lacks: str) -> "LiveCopy":
@@ -97,13 +104,13 @@ class LiveCopy:
         end = offsets_of(manifest)[""]
         folders = [(folder.path, "" if folder.is_hugetlbfs else lacks) for folder in huge_page_folders(MOUNTS)]
         folders.append((_SMALL_PAGES, lacks))
-        folders.sort(key=lambda entry: not _left(entry[0], digest))
+        folders.sort(key=lambda entry: not _abandoned(entry[0], digest))
         problems = []
         for folder, lacking in folders:
             path = folder / f"{LIVE_PREFIX}{server}-{digest[:32]}"
-            fill, find = partial(_fill, directory, manifest, about), partial(_find_left, path, about, manifest)
+            fill, find = partial(_fill, directory, manifest, about), partial(_adopt_abandoned, path, about, manifest)
             try:
-                return cls(path, taken(path, end, fill, lacking, find))
+                return cls(path, acquire_copy(path, end, fill, lacking, find))
             except OSError as error:
                 problems.append(f"{path}: {error.strerror}")
         raise ConfigurationError(
@@ -119,7 +126,7 @@ class LiveCopy:
         Raises:
             OSError: it is not there any more, or another user's.
         """
-        return cls(path, locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
+        return cls(path, open_locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
 
     def is_used(self) -> bool:
         """Whether another process holds the copy."""
@@ -156,10 +163,10 @@ class LiveCopy:
 
     def close(self) -> None:
         """Let the copy go. It stays until the delta writer or the server removes it: a model may be loaded anew."""
-        self._let_go()
+        self._release()
 
 
-def _let_go(file: int) -> None:
+def _release(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)  # what is mapped has the file open, too
     os.close(file)
 
@@ -225,7 +232,7 @@ def _fill(directory: Path, manifest: Manifest, about: About, pages: mmap.mmap) -
     state.close()
 
 
-def _find_left(path: Path, about: About, manifest: Manifest) -> bool:
+def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
     """Put a copy that a killed server left in the place of one that is to be made. Others that nobody uses go.
 
     Only processes of the same user could write to it. It is taken if the deltas whose rows it has are those that are
@@ -237,34 +244,34 @@ def _find_left(path: Path, about: About, manifest: Manifest) -> bool:
     """
     _, _, digest = path.name.rpartition("-")
     remove_unused(_folders(), LIVE_PREFIX, but=digest)
-    for left in _left(path.parent, digest):
+    for abandoned in _abandoned(path.parent, digest):
         with suppress(OSError):  # it is used, belongs to another user, or was just removed
-            file = _locked_left(left)
+            file = _lock_abandoned(abandoned)
             try:
                 if os.fstat(file).st_size == offsets_of(manifest)[""] and _goes_on(file, about, manifest):
-                    left.rename(path)
+                    abandoned.rename(path)
                     return True
-                left.unlink()
+                abandoned.unlink()
             finally:
                 os.close(file)
     return False
 
 
-def _locked_left(path: Path) -> int:
+def _lock_abandoned(path: Path) -> int:
     """Lock a copy that nobody uses any more. If its server is gone, those that still use it are about to end."""
     server = path.name.removeprefix(LIVE_PREFIX).partition("-")[0]
     is_gone = server.isdecimal() and not Path(f"/proc/{server}").exists()
     until = time.monotonic() + (_ENDING_S if is_gone else 0.0)
     while True:
         try:
-            return locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return open_locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
 
 
-def _left(folder: Path, digest: str) -> list[Path]:
+def _abandoned(folder: Path, digest: str) -> list[Path]:
     return [*folder.glob(f"{LIVE_PREFIX}*-{digest[:32]}")]
 
 

@@ -241,10 +241,10 @@ def huge_bytes_of(smaps: str) -> int:
 def _file_system_of(path: Path) -> str:
     """The kind of file system that a file is on, such as "ext4"."""
     device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
         where, _, what = line.partition(" - ")
-        if where.split(" ")[2] == wanted:
+        if where.split(" ")[2] == number:
             return what.split(" ")[0]
     return "its file system"
 

@@ -77,7 +77,7 @@ class TableFiles:
         sizes = {name: (directory / name).stat().st_size for name in sorted(manifest.weights_files)}
         self._directory = directory
         self._manifest = manifest
-        self._most_alone = partial(most_weights_bytes, processes, kept=memory is not WeightsMemory.MAPPED)
+        self._most_alone = partial(most_weights_bytes, processes, is_pinned=memory is not WeightsMemory.MAPPED)
         self._size_bytes = sum(sizes.values())
         self._paths = [directory / name for name in sizes]
         self.fits = self._size_bytes <= self._free_bytes()

@@ -44,7 +44,7 @@ def test_a_server_with_that_limit_keeps_its_weights_in_memory(
 ) -> None:
     limit = mebibytes_of(resources(member(weights_gib, instances))["limits"]["memory"]) << 20
     monkeypatch.setattr(memory_budget, "memory_here", lambda: limit)
-    assert memory_budget.most_weights_bytes(instances, kept=kept) >= weights_gib * GIB
+    assert memory_budget.most_weights_bytes(instances, is_pinned=kept) >= weights_gib * GIB
 
 
 def mebibytes_of(quantity: str) -> int:

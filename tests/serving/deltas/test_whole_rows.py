@@ -27,7 +27,7 @@ from serving.log import server_log
 from serving.model.settings import WeightsMemory
 from serving.server.delta_service import LiveCopies
 from serving.tables import delta_writer, live_state, mutable_tables
-from serving.tables.huge_page_copy import locked
+from serving.tables.huge_page_copy import open_locked
 from serving.tables.live_state import State
 from serving.tables.mutable_tables import (
     LIVE_DELTAS,
@@ -320,13 +320,13 @@ def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
         if is_wanted:
             fcntl.flock(held, fcntl.LOCK_UN)
         try:
-            return locked(path, flags, lock)
+            return open_locked(path, flags, lock)
         except BlockingIOError:
             if is_wanted:
                 fcntl.flock(held, fcntl.LOCK_SH)
             raise
 
-    monkeypatch.setattr(mutable_tables, "locked", let_go)
+    monkeypatch.setattr(mutable_tables, "open_locked", let_go)
     return inode
 
 

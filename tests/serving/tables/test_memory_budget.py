@@ -33,8 +33,8 @@ def test_processes_need_memory_beside_weights(
     memory: int, processes: int, left: int, left_if_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_budget, "memory_here", lambda: memory)
-    assert most_weights_bytes(processes, kept=False) == left
-    assert most_weights_bytes(processes, kept=True) == left_if_kept
+    assert most_weights_bytes(processes, is_pinned=False) == left
+    assert most_weights_bytes(processes, is_pinned=True) == left_if_kept
 
 
 @pytest.fixture
