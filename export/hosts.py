@@ -1,4 +1,4 @@
-"""The bundles of hosts: what each holds, and whether those that other machines published are the set."""
+"""The bundles of hosts: their contents, and the check that bundles of several machines belong together."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +17,16 @@ from serving.errors import BundleError
 
 
 def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtype) -> Manifest:
-    """The manifest of a host's bundle, as far as it is known before its rows are stored.
+    """The manifest of a host's bundle, before its rows are stored.
 
-    Ids are row numbers of the shards. The router has remapped and checked them, so that any other id is refused. All
-    features are sums: the router divides means, by the count of the whole bag.
+    Ids are row numbers of the shards. The router has remapped and checked them, so the host refuses any other id. All
+    features are sums: the router divides means by the length of the whole bag.
 
     Args:
-        router: the router's manifest; its parity, files and hosts are not read.
+        router: the router's manifest. Its parity, files and hosts are not used.
         rank: the host's rank.
         name: the router's model.
-        sums_dtype: dtype of the partial sums that the host answers with.
+        sums_dtype: the dtype of the host's answers, which are partial sums.
     """
     host = router.plan.ranks[rank].host
     segments = segments_by_rank(router)[rank]
@@ -75,12 +75,12 @@ def tables_of_host(router: Manifest, host: int) -> dict[str, str]:
 
 
 def host_bundles(router: Manifest, name: str, version: int, parts: Mapping[int, Bundle]) -> tuple[HostBundle, ...]:
-    """What a router's manifest says of the bundles of its hosts.
+    """The entries of a router's manifest for the bundles of its hosts.
 
     Args:
         router: the manifest.
         name: the router's model.
-        version: of all bundles.
+        version: the number of all bundles.
         parts: the bundles, by rank.
     """
     models = part_models(router, name)
@@ -91,50 +91,53 @@ def host_bundles(router: Manifest, name: str, version: int, parts: Mapping[int, 
 
 
 def part_models(router: Manifest, name: str) -> dict[int, str]:
-    """The model of each rank that is on another host, by the rank's number."""
+    """The model of each rank on another host, by the rank's number."""
     return {number: host_model(name, host) for host, number in router.plan.rank_of_host.items()}
 
 
 def open_parts(repository: Path, router: Manifest, name: str, version: int) -> dict[int, Bundle]:
-    """The bundles of all hosts, by rank. Every file was compared with its digest.
+    """Open the bundles of all hosts, and compare every file with its digest.
 
     Args:
         repository: Triton's model repository.
         router: the router's manifest.
         name: the router's model.
-        version: of all bundles.
+        version: the number of all bundles.
+
+    Returns:
+        The bundles, by rank.
 
     Raises:
         PublishError: a line for each bundle that is missing, damaged, part of another plan, or exported from another
             checkpoint.
     """
-    found: dict[int, Bundle] = {}
-    wrong: list[str] = []
+    bundles: dict[int, Bundle] = {}
+    problems: list[str] = []
     for rank, model in part_models(router, name).items():
         path = repository / model / str(version)
         host = router.plan.ranks[rank].host
         try:
-            found[rank] = bundle = open_bundle(path)
+            bundles[rank] = bundle = open_bundle(path)
             verify_digests(bundle)
             recorded_parity(bundle)
         except BundleError as error:
-            wrong.append(f"host {host}: {error}")
+            problems.append(f"host {host}: {error}")
             continue
         part = bundle.manifest.part_of
         if part is None or (part.model, part.host, part.plan) != (name, host, router.placement_digest):
-            wrong.append(
+            problems.append(
                 f"host {host}: {path}: expected a part of this plan of {name!r}, got one of another: "
                 "export it again with the same options, --memory-per-rank among them"
             )
         elif bundle.manifest.checkpoint != router.checkpoint:
-            wrong.append(
+            problems.append(
                 f"host {host}: {path}: expected one that was exported from the checkpoint given here, "
                 f"{_short(router.checkpoint)}, got one from {_short(bundle.manifest.checkpoint)}: give every machine "
                 "the same files; of safetensors, with their time of modification (cp -p)"
             )
-    if wrong:
-        raise PublishError("\n".join(["the set is not whole:", *wrong]))
-    return found
+    if problems:
+        raise PublishError("\n".join(["the set is not complete:", *problems]))
+    return bundles
 
 
 def _short(fingerprint: str | None) -> str:
@@ -143,19 +146,19 @@ def _short(fingerprint: str | None) -> str:
 
 
 def recorded_errors(
-    router: Manifest, parts: Mapping[int, Bundle], own: Mapping[str, TableError]
+    router: Manifest, parts: Mapping[int, Bundle], router_errors: Mapping[str, TableError]
 ) -> dict[str, TableError]:
-    """How far the rows of each table moved, as the hosts' bundles say.
+    """How far the rows of each table moved, from the parity that the hosts' bundles record.
 
     Args:
         router: the router's manifest.
         parts: the bundles, by rank.
-        own: of the rows on the router's own rank.
+        router_errors: how far the rows on the router's own rank moved.
 
     Returns:
-        By table of the router. The cosine is the mean of the parts', by their elements.
+        The errors by the router's tables. A cosine is the mean over the parts, weighted by their elements.
     """
-    errors = dict(own)
+    errors = dict(router_errors)
     for rank, bundle in parts.items():
         parity = recorded_parity(bundle)
         tables = tables_of_host(router, router.plan.ranks[rank].host)
@@ -163,13 +166,13 @@ def recorded_errors(
             error = TableError(table.dtype)
             error.tally = _tally(parity[table.name].quantized, table.rows * table.dim)
             error.bound = parity[table.name].limit
-            if (joined := errors.setdefault(tables[table.name], error)) is not error:
-                joined.join(error)
+            if (total := errors.setdefault(tables[table.name], error)) is not error:
+                total.join(error)
     return errors
 
 
 def _tally(agreement: Agreement, elements: int) -> Tally:
-    """Sums that give the figures of `agreement` again."""
+    """Sums from which `Tally.agreement` computes `agreement` again."""
     return Tally(
         largest=agreement.largest,
         worst_row=agreement.worst_row,

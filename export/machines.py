@@ -1,4 +1,4 @@
-"""Export on several machines at once: each writes the bundles of some hosts, and the last one completes the set."""
+"""Export on several machines: each publishes the bundles of some hosts, and the last one the router's bundle."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -27,12 +27,12 @@ def export_hosts(
 ) -> list[Path]:
     """Publish the bundles of some hosts of a plan. Only their rows of the checkpoint are read.
 
-    Every machine has to make the same plan: give all of them the same config, with `memory_bytes` where the planner
-    decides. The bundles are used only when `complete_hosts` has published the router's.
+    Every machine must make the same plan: give all of them the same config, with `memory_bytes` if the planner
+    decides. The bundles are used only after `complete_hosts` has published the router's.
 
     Args:
-        hosts: their numbers in the plan.
-        config: what to export; `hosts_as_models` is set.
+        hosts: the numbers of the hosts in the plan.
+        config: what to export, with `hosts_as_models`.
         version: the number of all bundles of the set.
 
     All other arguments are those of `export.export_model`.
@@ -58,12 +58,12 @@ def complete_hosts(
     signing_key: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Publish the router's bundle, when the bundles of all hosts are there. Only the router's own rows are read.
+    """Publish the router's bundle after the bundles of all hosts. Only the router's own rows are read.
 
     Every file of the hosts' bundles is compared with its digest.
 
     Args:
-        config: what the hosts were exported with.
+        config: the config of the hosts' exports.
         version: the number of all bundles of the set.
 
     All other arguments are those of `export.export_model`.
@@ -91,6 +91,6 @@ def _export(
 ) -> Export:
     if not config.sharding.hosts_as_models:
         raise ConfigurationError("sharding: expected --hosts-as-models: otherwise a bundle has all hosts")
-    # A machine reads its own rows alone: those of all hosts are read to run the model only where that is asked for.
+    # A machine reads only its own rows, unless `trained_memory_bytes` allows it to load all of them to run the model.
     config = replace(config, trained_memory_bytes=config.trained_memory_bytes or 0)
     return Export(prepare(module, config, checkpoint, signing_key, progress), Path(repository), name)

@@ -1,4 +1,4 @@
-"""The next version of a lineage: of a version and its deltas, or of a model that was trained further."""
+"""The next version of a lineage: a version with its deltas, or a model that was trained further."""
 
 import os
 import time
@@ -33,9 +33,9 @@ from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.errors import ConfigurationError
 from serving.files import temporary_folder
 
-# How often rows are compared anew because somebody else published a delta.
+# How often rows are compared again because another writer published a delta.
 _TRIES = 10
-# Bytes that are copied at once.
+# Bytes in a chunk of a copied file.
 _CHUNK_BYTES = 16 << 20
 
 
@@ -50,23 +50,23 @@ def compact(
     trusted_keys: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Publish the next version of a model: the rows of a version, with those of its deltas.
+    """Publish the next version of a model: the rows of a version with its deltas.
 
-    The lineage goes on: the next delta is the next one for both versions. So a server may serve either, and one that
-    starts with the new version has less to apply. With `until`, the new version begins a lineage of its own, and no
-    later delta comes to it: that is how rows are rolled back. Of a model on several hosts, the bundles of these have
-    to be in the same repository; each gets the same next version.
+    The new version continues the lineage: later deltas are for both versions. A server may serve either, and applies
+    fewer deltas when it starts with the new one. With `until`, the new version begins a lineage of its own, which
+    gets no later delta: this rolls rows back. The bundles of a model's hosts must be in the same repository. They get
+    the same version number.
 
     Args:
         repository: the model repository.
         model: the model's name.
-        version: the version whose rows are copied; the newest where None.
-        until: the last delta that counts. The least is the one that the version's own rows have; 0 if they have none.
-            None: all that are there.
-        deltas: the folder of all deltas; REPOSITORY.deltas where None.
+        version: the version whose rows are copied. None: the newest.
+        until: the number of the last delta to include, at least that of the version's own rows, which may be 0. None:
+            all deltas.
+        deltas: the folder of all deltas. None: REPOSITORY.deltas.
         signing_key: a PEM file with an Ed25519 private key. None: the new version is not signed.
-        trusted_keys: a PEM file with Ed25519 public keys, which must have signed the version and its deltas. None:
-            the signing key must have, if there is one.
+        trusted_keys: a PEM file with Ed25519 public keys. One of them must have signed the version and each delta.
+            None: the signing key must have, if there is one.
         progress: called as files are copied.
 
     Returns:
@@ -74,9 +74,9 @@ def compact(
 
     Raises:
         BundleError: the version, one of its files or a delta is damaged, cannot be read, or is not signed.
-        ConfigurationError: there is no such delta, or a key cannot be read.
-        PublishError: there is no delta, one is missing, or the disk is full.
-        ParityError: what was written does not answer as it should.
+        ConfigurationError: `until` is not the number of a delta, or a key cannot be read.
+        PublishError: the lineage has no delta, one is missing, or the disk is full.
+        ParityError: the new version answers differently from the reference.
     """
     key, trusted = keys_of(signing_key, trusted_keys)
     lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
@@ -89,30 +89,30 @@ def compact(
     last = newest if until is None else until
     router = bundle.manifest
     parts = [lineage.of_host(host, trusted) for host in router.hosts]
-    models = [each.folder.model for each in (*parts, lineage)]
-    number = max(next_version(Path(repository) / each) for each in models) if parts else None
+    models = [part.folder.model for part in (*parts, lineage)]
+    number = max(next_version(Path(repository) / model_name) for model_name in models) if parts else None
     with ExitStack() as stack:
-        *drafts, own = (
-            stack.enter_context(draft(Path(repository), name, number, _manifest(each, last, until), None, key))
-            for name, each in zip(models, (*parts, lineage), strict=True)
+        *drafts, model_draft = (
+            stack.enter_context(draft(Path(repository), name, number, _manifest(part, last, until), None, key))
+            for name, part in zip(models, (*parts, lineage), strict=True)
         )
-        sizes = (each.size_bytes for new in (*drafts, own) for each in new.manifest.files.values())
+        sizes = (file.size_bytes for new in (*drafts, model_draft) for file in new.manifest.files.values())
         copied = _Copied(progress, sum(sizes))
         hosts = {}
         for host, part, new in zip(router.hosts, parts, drafts, strict=True):
             assert number is not None  # noqa: S101  there are hosts
             filled = _filled(new, part, last, trusted, copied, {})
-            goes_on = part.name if until is None else None
-            named = msgspec.structs.replace(host, version=number, manifest=filled.digest, lineage=goes_on)
-            hosts[named] = filled
-        _filled(own, lineage, last, trusted, copied, hosts)
+            continued = part.name if until is None else None
+            host_bundle = msgspec.structs.replace(host, version=number, manifest=filled.digest, lineage=continued)
+            hosts[host_bundle] = filled
+        _filled(model_draft, lineage, last, trusted, copied, hosts)
         for new in drafts:
             new.publish()
-        return own.publish()
+        return model_draft.publish()
 
 
 def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
-    """That of a version with the deltas up to `last`, as far as it is known before its rows are."""
+    """The manifest of a version with its deltas up to `last`, before its rows are written."""
     manifest = lineage.bundle.manifest
     return msgspec.structs.replace(
         manifest,
@@ -124,16 +124,16 @@ def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
 
 @dataclass(slots=True)
 class _Copied:
-    """How many bytes of all files are copied."""
+    """Copies files and reports the progress over all of them."""
 
     progress: Callable[[Progress], None]
     total: int
     done: int = 0
 
     def copy(self, source: Path, target: Path) -> None:
-        with source.open("rb") as read, target.open("wb") as written:
-            while chunk := read.read(_CHUNK_BYTES):
-                written.write(chunk)
+        with source.open("rb") as source_file, target.open("wb") as target_file:
+            while chunk := source_file.read(_CHUNK_BYTES):
+                target_file.write(chunk)
                 self.done += len(chunk)
                 self.progress(Progress(source.name, self.done, self.total))
 
@@ -146,10 +146,10 @@ def _filled(
     copied: _Copied,
     hosts: Mapping[HostBundle, Bundle],
 ) -> Bundle:
-    """Write a draft: the files of a version, and the rows of its deltas up to `last`. It answers as it should.
+    """Write and verify a draft: the files of a version with the rows of its deltas up to `last`.
 
     Args:
-        hosts: of a router, the bundles of its hosts, as its manifest is to name them.
+        hosts: a router's bundles of hosts, by the entries of its new manifest.
     """
     before, manifest = lineage.bundle, new.manifest
     for name, digest in manifest.files.items():
@@ -163,7 +163,7 @@ def _filled(
     ranks = {manifest.plan.rank_of_host[host.host]: part for host, part in hosts.items()}
     verification = verify(new.path, parts=ranks)
     if verification.failures:
-        raise PublishError(f"the draft of this version is not right: {verification.failures[0]}")
+        raise PublishError(f"the draft of this version failed verification: {verification.failures[0]}")
     return verification.bundle
 
 
@@ -185,10 +185,10 @@ def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None
         for name, rows in delta.tables.items():
             for shard in stored.keys() & {*manifest.plan.shards_by_table[name]}:
                 low, high = np.searchsorted(rows.ids, shard.rows)
-                own = tables[name].shard_columns(rows.rows[low:high], shard)
-                stored[shard][rows.ids[low:high] - shard.rows[0]] = own
-    for each in stored.values():
-        each.flush()
+                block = tables[name].shard_columns(rows.rows[low:high], shard)
+                stored[shard][rows.ids[low:high] - shard.rows[0]] = block
+    for shard_rows in stored.values():
+        shard_rows.flush()
 
 
 def export_next(
@@ -205,25 +205,25 @@ def export_next(
     signing_key: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
-    """Export a model that was trained further, as a version that goes on with the lineage of the newest.
+    """Export a model that was trained further, as a version that continues the lineage of the newest.
 
-    Rows that are stored otherwise by now are published as a delta first. So servers of either version have the same
-    rows, and each later delta is for both. What is new is the dense part. Where tables have raw ids, which take no
-    deltas, their rows and maps are new, too. Of a model on several hosts, the bundles of these have to be in the same
-    repository; each gets the same next version. A file that does not change is linked to that of the newest version.
+    Changed rows are published as a delta first. So servers of both versions have the same rows, and later deltas are
+    for both. The new version has a new dense part, and new rows and maps for tables with raw ids, which take no
+    deltas. The bundles of a model's hosts must be in the same repository. They get the same version number. A file
+    that does not change is linked to that of the newest version.
 
     Args:
         module, repository, name, config, version, checkpoint, dense, example, progress: as `export_model`.
-        deltas: the folder of all deltas; REPOSITORY.deltas where None.
-        signing_key: as `export_model`, and for the delta.
+        deltas: the folder of all deltas. None: REPOSITORY.deltas.
+        signing_key: as `export_model`. It also signs the delta.
 
     Returns:
         The path of the new version.
 
     Raises:
-        ConfigurationError: the tables are not stored as those of the newest version, or on other hosts.
-        BundleError: the newest version, or a delta, cannot be read.
-        PublishError: others publish deltas all the time; or as `export_model`.
+        ConfigurationError: the export has other tables, dtypes or hosts than the newest version.
+        BundleError: the newest version or a delta cannot be read.
+        PublishError: other writers keep publishing deltas; or as `export_model`.
         ModelError, CheckpointError, QuantizeError, PlanError, ParityError: as `export_model`.
     """
     config, repository = config or ExportConfig(), Path(repository).absolute()
@@ -252,13 +252,22 @@ def export_next(
                 "sharding"
             )
         if hosts and version is None:
-            version = max(next_version(repository / each.folder.model) for each in lineages)
-        bundles = [each.bundle for each in (*map(exported.of_host, hosts), exported)]
+            version = max(next_version(repository / part.folder.model) for part in lineages)
+        bundles = [part.bundle for part in (*map(exported.of_host, hosts), exported)]
         settings = [*(config.serving and config.serving.of_host() for _ in hosts), config.serving]
-        # The drafts are begun first: a version that the model cannot take leaves no delta.
+        # The drafts are begun first, so that no delta is published for a version that the model cannot take.
         drafts = [
-            stack.enter_context(draft(repository, each.path.parent.name, version, each.manifest, own, key))
-            for each, own in zip(bundles, settings, strict=True)
+            stack.enter_context(
+                draft(
+                    repository,
+                    new.path.parent.name,
+                    version,
+                    new.manifest,
+                    serving,
+                    key,
+                )
+            )
+            for new, serving in zip(bundles, settings, strict=True)
         ]
         sequence = _publish_difference(lineage, exported, key)
         named: tuple[HostBundle, ...] = ()
@@ -278,7 +287,7 @@ def export_next(
 
 
 def _take(bundle: Bundle, target: Path, before: Bundle) -> None:
-    """Move the files of a bundle. One that the version before has, too, is linked: rows that stay take no room."""
+    """Move the files of a bundle. Files that equal those of the previous version are linked, to save space."""
     for name, digest in bundle.manifest.files.items():
         with suppress(OSError):  # a file system without hard links
             if before.manifest.files.get(name) == digest and digest_file(before.path / name) == digest:
@@ -288,16 +297,16 @@ def _take(bundle: Bundle, target: Path, before: Bundle) -> None:
 
 
 def _publish_difference(lineage: Lineage, exported: Lineage, key: Ed25519PrivateKey | None) -> int:
-    """Publish the rows of an export that differ from those of a lineage, if there are some.
+    """Publish the rows of an export that differ from those of a lineage, if there are any.
 
     Returns:
-        The number of the delta after which they are the same.
+        The number of the delta after which they are equal.
     """
     for _ in range(_TRIES):
         newest = lineage.folder.newest
         stored = difference(lineage, exported, newest)
         if not stored:
             return newest
-        if lineage.publish(stored, key).sequence == newest + 1:  # else somebody else's came in between
+        if lineage.publish(stored, key).sequence == newest + 1:  # otherwise another writer published one first
             return newest + 1
-    raise PublishError(f"{lineage.folder.path}: others publish all the time: stop them, or export a version anew")
+    raise PublishError(f"{lineage.folder.path}: other writers keep publishing: stop them, or export a new version")

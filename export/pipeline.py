@@ -1,7 +1,7 @@
-"""The whole way of an export, in order: one bundle, or a router's and those of its hosts. Begin to read here.
+"""The steps of an export, in order: one bundle, or a router's bundle and its hosts'. Begin to read here.
 
-Rows are stored in drafts. Each draft is finished, and then published. A router's bundle names the bundles of its
-hosts by their digests, so it comes last. Until then the bundles of the hosts are versions that nobody asks for.
+Rows are stored in drafts. Each draft is finished and then published. A router's bundle names the bundles of its
+hosts by their digests, so it is published last. Until then no server uses the bundles of the hosts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,33 +54,34 @@ def export_model(
     After an error nothing is published, and no earlier version has changed.
 
     Args:
-        module: holds EmbeddingBagCollections or EmbeddingCollections, perhaps behind position weights or managed
-            collision modules. It must hand on its ids unchanged. What it does with embeddings is left out of the
-            bundle (`Manifest.left_out`), unless `config.scores` is set.
-        repository: Triton's model repository; made if it is missing.
+        module: has EmbeddingBagCollections or EmbeddingCollections, which may have position weights or managed
+            collision modules. It must pass its ids on unchanged. Its dense part is left out of the bundle
+            (`Manifest.left_out`), unless `config.scores` is set.
+        repository: Triton's model repository, which is made if it is missing.
         name: the model's name in the repository.
-        config: dtypes, id policies and limits by table; INT8 and `error` for all where None.
-        version: its number; the next free one where None.
-        checkpoint: the weights: a file, a folder, or a Checkpoint of tables that you read yourself. None takes those
-            in `module` itself.
-        dense: with `config.scores`, takes the place of what follows the collections. Its forward takes the pooled
-            embeddings by feature, `dict[str, Tensor]` [B, dim] each, and dense inputs [B, width] by name. TorchScript
-            compiles it with its own weights. Nothing compares its scores with those of `module`.
-        example: one call of the module that works; None: that of `config`.
-        signing_key: a PEM file with an Ed25519 private key, for the bundle and a new model's settings; None: neither.
+        config: dtypes, id policies and limits by table. None: INT8 and `error` for all tables.
+        version: the version's number. None: the next free one.
+        checkpoint: the weights: a file, a folder, or a Checkpoint that reads tables in its own way. None: the weights
+            of `module` itself.
+        dense: with `config.scores`, replaces the module's dense part. Its forward takes the pooled embeddings by
+            feature, `dict[str, Tensor]` [B, dim] each, and dense inputs [B, width] by name. TorchScript compiles it
+            with its own weights. Its scores are not compared with those of `module`.
+        example: the arguments of one call of the module. None: those of `config`.
+        signing_key: a PEM file with an Ed25519 private key, which signs the bundle and a new model's settings. None:
+            nothing is signed.
         progress: called as rows are stored.
 
     Returns:
         The bundle's path, `<repository>/<name>/<version>`.
 
     Raises:
-        ModelError: the module's tables cannot be served, or a module around them changes ids or weights; what
-            follows the collections cannot be followed or compiled.
-        ConfigurationError: a setting, or the signing key, cannot be used.
-        CheckpointError: the checkpoint does not hold the tables, or changed while it was read.
+        ModelError: the module's tables cannot be served; a module around them changes ids or weights; or the dense
+            part cannot be traced or compiled.
+        ConfigurationError: a setting or the signing key cannot be used.
+        CheckpointError: the checkpoint lacks tables, or changed while it was read.
         QuantizeError: a row does not fit its dtype.
         PlanError: the tables do not fit the ranks.
-        ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
+        ParityError: a table's answers move further than its limit, or differ from the module's own.
         PublishError: the repository cannot take the bundle.
     """
     config = config or ExportConfig()
@@ -92,11 +93,11 @@ def export_model(
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Rows that are in the drafts of an export.
+    """The rows in the drafts of an export.
 
     Attributes:
         errors: how far the rows of each table moved.
-        digests: of the files.
+        digests: the digests of the files.
     """
 
     errors: dict[str, TableError]
@@ -105,10 +106,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """An export of one model: its bundle; where hosts answer as models, one for each of them, too.
+    """An export of one model: its bundle, and if hosts are models, a bundle for each host.
 
     Attributes:
-        prepared: the tables, and the manifest of the model's bundle.
+        prepared: the tables and the manifest of the model's bundle.
         repository: Triton's model repository.
         name: the model.
     """
@@ -121,7 +122,7 @@ class Export:
         """Publish all bundles, under one version, from one read of the checkpoint.
 
         Args:
-            version: the version's number; the next that is free in all models where None.
+            version: the version's number. None: the next one that is free in all models.
 
         Returns:
             The path of the model's own bundle.
@@ -160,7 +161,7 @@ class Export:
             raise ConfigurationError(f"only_hosts: expected hosts of the plan, 0 to {max(rank_of)}, got {unknown[0]}")
         with ExitStack() as stack:
             fresh = stack.enter_context(FreshProcess())
-            parts = {rank_of[each]: stack.enter_context(self._part_draft(rank_of[each], version)) for each in hosts}
+            parts = {rank_of[host]: stack.enter_context(self._part_draft(rank_of[host], version)) for host in hosts}
             stored = self._store({rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()})
             for part in parts.values():
                 finish(part, self.prepared, stored, fresh)
@@ -176,13 +177,13 @@ class Export:
             The path of the router's bundle.
 
         Raises:
-            PublishError: a host's bundle is missing, damaged, or part of another plan; all are named.
+            PublishError: bundles of hosts are missing, damaged, or parts of another plan. All are named.
         """
         manifest = self.prepared.manifest
         parts = open_parts(self.repository, manifest, self.name, version)
         with FreshProcess() as fresh, self._draft(self.name, version, manifest) as router:
-            own = self._store(_own_files(router))
-            stored = Stored(recorded_errors(manifest, parts, own.errors), own.digests)
+            router_rows = self._store(_own_files(router))
+            stored = Stored(recorded_errors(manifest, parts, router_rows.errors), router_rows.digests)
             finish(router, self.prepared, stored, fresh, parts)
             return router.publish()
 
@@ -217,7 +218,7 @@ class Export:
 
 
 def _own_files(new: Draft) -> dict[int, Path]:
-    """The files of weights that a draft has itself, by rank."""
+    """A draft's own weights files, by rank."""
     ranks = enumerate(new.manifest.plan.ranks)
     return {number: new.path / rank.weights_file for number, rank in ranks if rank.weights_file is not None}
 
@@ -229,26 +230,26 @@ def finish(
     fresh: FreshProcess,
     parts: Mapping[int, Bundle] = MappingProxyType({}),
 ) -> Bundle:
-    """Complete a draft whose rows are stored: its programs, its answers to a probe, its parity and its manifest.
+    """Complete a draft whose rows are stored: write its programs, check its answers to a probe, write its manifest.
 
     Args:
-        new: the draft: of the model's bundle, or of a host's.
-        prepared: what is exported.
+        new: the draft of the model's bundle, or of a host's.
+        prepared: the export.
         stored: the rows.
-        fresh: another process.
-        parts: of a router's bundle, the bundle of each rank that is on another host.
+        fresh: a process that has not loaded the model.
+        parts: for a router's bundle, the bundle of each rank on another host.
 
     Returns:
-        The bundle, as serving would open it. It is not published.
+        The bundle, opened as for serving. It is not published.
 
     Raises:
-        ParityError: a table moved further than its limit, or the module itself answers otherwise.
+        ParityError: a table moved further than its limit, or its answers differ from the module's own.
         PublishError: serving would refuse it.
     """
     part_of = new.manifest.part_of
     is_model = part_of is None
     scored = prepared.scored if is_model else None
-    tables = {each.name: each.name for each in new.manifest.tables}
+    tables = {table.name: table.name for table in new.manifest.tables}
     if part_of is not None:
         tables = tables_of_host(prepared.manifest, part_of.host)
     errors = {name: stored.errors[table] for name, table in tables.items()}
@@ -259,8 +260,8 @@ def finish(
         if scored is not None:
             save_scores(scored.program, new.path / SCORES)
         program = compile_program(new.manifest)
-        known = {path.name: digest for path, digest in stored.digests.items() if path.parent == new.path}
-        compared = manifest = write_program(new.path, new.manifest, program, known)
+        digests = {path.name: digest for path, digest in stored.digests.items() if path.parent == new.path}
+        compared = manifest = write_program(new.path, new.manifest, program, digests)
         request = None if scored is None else scored.request
         if parts:
             answers = answer_assembled(new.path, manifest, program, parts, fresh, request)
@@ -280,8 +281,8 @@ def finish(
 
 
 def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle]) -> tuple[str, ...]:
-    """What a bundle with some tables notes, and what the bundles of its hosts do, each once."""
-    notes = [] if prepared.weights.taken is None else [prepared.weights.taken]
+    """The notes of a bundle with some tables, and of the bundles of its hosts, without duplicates."""
+    notes = [] if prepared.weights.summary is None else [prepared.weights.summary]
     notes += prepared.scored.notes if prepared.scored is not None else ()
     notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding), *coarse_notes(errors)]
     notes += [note for part in parts.values() for note in part.manifest.notes]
@@ -295,7 +296,7 @@ def _measured(new: Draft, prepared: Prepared, scored: CompiledDensePart, answers
 
 
 def _read_back(directory: Path) -> Bundle:
-    """Open a draft as serving does, so that no bundle is published that serving would refuse."""
+    """Open a draft as for serving, so that no bundle is published that serving would refuse."""
     try:
         return open_bundle(directory)
     except BundleError as error:
@@ -309,7 +310,7 @@ def plan_model(
     checkpoint: WeightSource = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """What `export_model` would write. Rows are read only where `max_error` leaves a dtype to be chosen.
+    """The manifest that `export_model` would write. Rows are read only to choose a dtype within `max_error`.
 
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
@@ -319,7 +320,7 @@ def plan_model(
     if checkpoint is None:
         return describe(trained.tables, config, lambda: open_weights(module, trained, None, prefix), progress)
     weights = open_weights(module, trained, checkpoint, prefix)
-    for table in trained.tables:  # it has to hold the tables, even where the plan needs no row
+    for table in trained.tables:  # the checkpoint must have the tables, even if the plan needs no row
         weights.check(table)
     manifest = describe(trained.tables, config, lambda: weights, progress)
     weights.check_unchanged()

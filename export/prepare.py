@@ -1,4 +1,4 @@
-"""What every export begins with: the trained tables, their weights, and a manifest that says what will be written."""
+"""The first part of every export: the trained tables, their weights, and a manifest of the files to write."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +49,7 @@ def describe(
     Args:
         trained: the tables.
         config: what to export.
-        weights: opens the rows. It is called only where a dtype has to be chosen.
+        weights: opens the rows. It is called only to choose a dtype.
         progress: called as rows are read.
 
     Raises:
@@ -100,10 +100,10 @@ def describe(
 
 
 def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultRow:
-    """The policy for ids outside a table. For a table with a map none may be set: its map says what an id is.
+    """The policy for ids outside a table.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: a policy is set for a table with an id map.
     """
     policy = config.id_policy_of(table.name)
     if table.id_map is not None and policy is not IdPolicy.ERROR:
@@ -115,8 +115,8 @@ def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultR
 
 
 def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
-    """All features, in the order in which their keys appear first: features of one key are side by side."""
-    named = [
+    """All features, ordered by the first appearance of their keys, so that features of one key are neighbours."""
+    features = [
         Feature(
             name=name,
             table=table.name,
@@ -126,31 +126,32 @@ def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
         for table in trained
         for key, name in zip(table.keys, table.features, strict=True)
     ]
-    keys = list(dict.fromkeys(feature.key for feature in named))
-    yield from sorted(named, key=lambda feature: keys.index(feature.key))
+    keys = list(dict.fromkeys(feature.key for feature in features))
+    yield from sorted(features, key=lambda feature: keys.index(feature.key))
 
 
 def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], weights: Checkpoint) -> Manifest:
     """`manifest` with the position weights of its features.
 
     Raises:
-        CheckpointError: some are missing, of another number, or not finite.
+        CheckpointError: some are missing or not finite, or their number differs.
     """
-    found: dict[str, tuple[float, ...]] = {}
+    by_feature: dict[str, tuple[float, ...]] = {}
     for table in trained:
-        for name, each in zip(table.features, table.position_weights or (), strict=False):
-            if each.key is not None:
+        for name, position_weights in zip(table.features, table.position_weights or (), strict=False):
+            if position_weights.key is not None:
                 what = f"position weights of feature {name!r}"
-                found[name] = tuple(weights.numbers(what, each.key, (each.count,)).tolist())
+                numbers = weights.numbers(what, position_weights.key, (position_weights.count,))
+                by_feature[name] = tuple(numbers.tolist())
     features = tuple(
-        msgspec.structs.replace(feature, position_weights=found.get(feature.name, feature.position_weights))
+        msgspec.structs.replace(feature, position_weights=by_feature.get(feature.name, feature.position_weights))
         for feature in manifest.features
     )
     return msgspec.structs.replace(manifest, features=features)
 
 
 def with_dense_part(manifest: Manifest, part: DensePart) -> Manifest:
-    """`manifest` with a dense part. Nothing of the model is left out then."""
+    """`manifest` with a dense part, and without left-out modules."""
     return msgspec.structs.replace(manifest, dense_part=part, left_out=())
 
 
@@ -160,7 +161,7 @@ def _dtypes(
     weights: Callable[[], Checkpoint],
     progress: Callable[[Progress], None],
 ) -> dict[str, WeightDtype]:
-    """The dtype of each table: the configured one, or the smallest one within `max_error`, or INT8."""
+    """The dtype of each table: the configured one, else the smallest one within `max_error`, else INT8."""
     limits = {t.name: config.max_error_of(t.name) for t in trained if config.dtype_of(t.name) is None}
     total = sum(table.float_bytes for table in trained if limits.get(table.name) is not None)
     done = 0
@@ -187,13 +188,13 @@ class Prepared:
     Attributes:
         config: what to export.
         trained: the tables.
-        weights: the checkpoint with their rows. It has all of them.
-        manifest: of the bundle, without parity and files; of a router where `config.sharding` has hosts as models.
-        maps: of the ids of its tables.
-        runnable: the trained module; None where it cannot be run.
-        scored: the dense part; None: embeddings alone are served.
-        labelled: requests with labels that its scores are measured on.
-        signing_key: signs bundles, and the settings of new models; None signs nothing.
+        weights: the checkpoint, which has the rows of all tables.
+        manifest: the bundle's manifest, without parity and files. If hosts are models, the router's.
+        maps: the id maps of the tables.
+        runnable: the trained module, or None if it cannot be run.
+        scored: the dense part, or None if only embeddings are served.
+        labelled: requests with labels, on which the AUC of scores is measured.
+        signing_key: signs bundles and the settings of new models. None: nothing is signed.
         progress: called as rows are stored.
     """
 
@@ -221,12 +222,12 @@ def prepare(
     config = config or ExportConfig()
     example = config.example
     if example is not None and dense is not None:
-        raise ConfigurationError("example: expected no dense beside it, which takes the place of what it would show")
+        raise ConfigurationError("example: expected no dense model, which replaces what the example would show")
     if dense is not None and not config.scores:
-        raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
+        raise ConfigurationError("dense: expected scores with it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)
     labelled = [] if config.labelled is None else read_labelled(config.labelled)
-    if config.scores or example is not None:  # what follows the collections is followed and tried on the CPU
+    if config.scores or example is not None:  # the dense part is traced and run on the CPU
         module, dense = on_cpu(module), dense if dense is None else on_cpu(dense)
     trained = collect_tables(module, follow=example is None)
     is_whole = config.scores and dense is None
@@ -248,10 +249,10 @@ def prepare(
 
     is_loaded = checkpoint is None or load_tables(trained, weights, config.trained_memory_bytes, loading)
     if config.scores:
-        given = None if is_loaded else weights
-        known = known_of_keys(maps.known, manifest)
+        unloaded = None if is_loaded else weights
+        known_ids = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
-        scored = compile_dense_part(trained, manifest, known, widths, dtype, given, dense, example)
+        scored = compile_dense_part(trained, manifest, known_ids, widths, dtype, unloaded, dense, example)
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:
         trace_example(trained.module, collection_columns(trained, manifest), example)

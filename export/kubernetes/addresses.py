@@ -1,10 +1,10 @@
 """The addresses and certificates of a fleet: how a router finds its hosts, and which Secrets pods need.
 
 Certificates: callers check the name in a server's certificate. Hosts answer only callers with a certificate of the
-authority that signed their own. A router has one.
+authority that signed their own, such as routers.
 
 Settings: a router's settings must name the hosts as the manifests do. Pods mount the repository read-only, and
-settings may be signed. So they are checked before manifests are made. If they are wrong, no manifests are made.
+settings may be signed. So the settings are checked before any manifest is written.
 """
 
 import os
@@ -41,17 +41,17 @@ def hosts_client_secret(fleet: Fleet) -> str:
 
 def secrets_of(fleet: Fleet) -> dict[str, str]:
     """All Secrets, each with the use of its certificate. Their type is kubernetes.io/tls, with ca.crt."""
-    found = {secret_of(fleet, fleet.front): f"for {fleet.name}, what clients call"}
+    uses = {secret_of(fleet, fleet.front): f"for {fleet.name}, what clients call"}
     if fleet.hosts:
-        found[secret_of(fleet, fleet.hosts[0])] = f"for {hosts_server_name(fleet)}, as servers and as clients"
-        found[hosts_client_secret(fleet)] = "of routers, as clients of hosts, by the authority of the hosts"
-    return found
+        uses[secret_of(fleet, fleet.hosts[0])] = f"for {hosts_server_name(fleet)}, as servers and as clients"
+        uses[hosts_client_secret(fleet)] = "of routers, as clients of hosts, by the authority of the hosts"
+    return uses
 
 
 def arguments(member: Member) -> list[str]:
     """The TLS options of `tbe-serve run` in a pod."""
-    found = [f"--tls-cert={TLS}/tls.crt", f"--tls-key={TLS}/tls.key"]
-    return found if member.host is None else [*found, f"--tls-client-ca={TLS}/ca.crt"]
+    options = [f"--tls-cert={TLS}/tls.crt", f"--tls-key={TLS}/tls.key"]
+    return options if member.host is None else [*options, f"--tls-client-ca={TLS}/ca.crt"]
 
 
 def calls_to_hosts(fleet: Fleet) -> list[dict[str, Any]]:
@@ -99,11 +99,11 @@ def _differences(fleet: Fleet, settings: ServingSettings, tls: dict[str, str | N
     addresses = settings.hosts or {}
     for host in fleet.hosts:
         # The name may have a domain, as in movies-host-0.production.svc.cluster.local.
-        given = addresses.get(str(host.host))
-        if given is None or not re.fullmatch(rf"(dns:///)?{host.name}(\.[a-z0-9.-]+)?:{GRPC_PORT}", given):
-            yield f"expected host {host.host} at {address_of(host.name)}, got {given}"
-    if others := sorted(addresses.keys() - {str(host.host) for host in fleet.hosts}):
-        yield f"expected no address of host {others[0]}, which the plan does not have"
+        address = addresses.get(str(host.host))
+        if address is None or not re.fullmatch(rf"(dns:///)?{host.name}(\.[a-z0-9.-]+)?:{GRPC_PORT}", address):
+            yield f"expected host {host.host} at {address_of(host.name)}, got {address}"
+    if unknown := sorted(addresses.keys() - {str(host.host) for host in fleet.hosts}):
+        yield f"expected no address of host {unknown[0]}, which the plan does not have"
     for name, expected in tls.items():
         if getattr(settings, name) != expected:
             yield f"expected {name} {expected}, got {getattr(settings, name)}"
@@ -117,7 +117,7 @@ def _tls_settings(fleet: Fleet, *, insecure: bool) -> dict[str, str | None]:
 
 
 def _configure(model: Path, fleet: Fleet, settings: ServingSettings, *, insecure: bool) -> str:
-    """The commands that set the expected settings. They sign them, too, if the present ones are signed."""
+    """The commands that set the expected settings, and sign them if the current ones are signed."""
     command = ["tbe-serve", "configure", str(model)]
     forget = [[*command, "--no-hosts"]] if settings.hosts else []
     for host in fleet.hosts:

@@ -122,8 +122,8 @@ def write_base(folder: Path, fleet: Fleet, files: Mapping[str, str]) -> None:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         with replacing(folder / path) as file:
             file.write(text.encode())
-    for gone in before - files.keys():
-        (folder / gone).unlink(missing_ok=True)
+    for obsolete in before - files.keys():
+        (folder / obsolete).unlink(missing_ok=True)
 
 
 def _keys(fleet: Fleet, path: Path) -> Object:
@@ -156,5 +156,5 @@ def _made_for(fleet: Fleet) -> str:
 def _text(fleet: Fleet, documents: Iterable[Object]) -> str:
     of = f"{fleet.front.model} version {fleet.bundle.path.name}"
     head = f"{_made_for(fleet)}{of}. Patch it from an overlay; what is written here is lost the next time.\n"
-    bodies = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=_LINE_LENGTH) for each in documents]
+    bodies = [yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=_LINE_LENGTH) for document in documents]
     return head + "---\n".join(bodies)

@@ -80,7 +80,7 @@ def mebibytes(size_bytes: int) -> str:
 
 
 REPOSITORY, SOURCE, PRIVATE, DELTAS = "/repository", "/source", "/private", "/deltas"
-# Where what comes from a store is written: a folder of the volume, beside which it can be written first.
+# The folder for bundles from a store: a subfolder of the volume, so that drafts can be written beside it.
 PULLED, REPOSITORY_OF_STORE = "/pulled", "models"
 TRUSTED = "/keys/trusted.pem"
 TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108  in the pod
@@ -133,7 +133,7 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
         yield {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}
     if member.live_bytes and options.deltas_claim is not None:
         yield {"name": "deltas", "persistentVolumeClaim": {"claimName": options.deltas_claim, "readOnly": True}}
-    elif member.live_bytes:  # how many come until a version has them, nobody knows: a limit would end the pod
+    elif member.live_bytes:  # their size is unknown, and exceeding a limit would end the pod
         yield {"name": "deltas", "emptyDir": {}}
     if not options.insecure:
         yield {"name": "tls", **_secret(secret_of(fleet, member))}
@@ -176,7 +176,7 @@ def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
         "image": options.image,
         "command": ["tbe-serve", "run", REPOSITORY],
         "args": list(_arguments(member, options)),
-        # What is brought from a store is written there.
+        # Deltas from a store are written there.
         "env": [{"name": "XDG_CACHE_HOME", "value": DELTAS}] if member.live_bytes and options.store else [],
         "ports": [
             {"name": "grpc", "containerPort": GRPC_PORT},
@@ -211,10 +211,10 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
 
 
 def _probes(member: Member) -> Object:
-    """The probes. Ready: the models are loaded, and tritonserver answers. Alive: somebody looks after it.
+    """The probes. Ready: the models are loaded and tritonserver answers. Alive: `tbe-serve run` works.
 
-    `tbe-serve run` itself starts again what died or hangs, so the liveness probe asks whether `tbe-serve run` works.
-    Neither asks hosts: a lost host must not restart routers, nor keep them from what needs no lost host.
+    `tbe-serve run` itself restarts crashed and hung processes. Neither probe calls hosts: a lost host must not
+    restart routers, nor stop their answers that need no lost host.
     """
     ready = {"httpGet": {"path": "/readyz", "port": "operations"}, "timeoutSeconds": 5, "periodSeconds": _PROBE_S}
     return {
@@ -230,7 +230,7 @@ def _probes(member: Member) -> Object:
 
 
 def _copy(member: Member, options: PodOptions) -> Object:
-    """The container that copies a model's settings and served versions, and nothing else."""
+    """The container that copies only a model's settings and served versions."""
     target = shlex.quote(f"{REPOSITORY}/{member.model}")
     versions = " ".join(f"{SOURCE}/{version}" for version in member.versions)
     script = (
@@ -242,7 +242,7 @@ def _copy(member: Member, options: PodOptions) -> Object:
 
 
 def _pull(member: Member, options: PodOptions) -> Object:
-    """The container that brings a model's settings and served versions from the store, and nothing else."""
+    """The container that downloads only a model's settings and served versions from the store."""
     versions = f"--serve={member.model}={','.join(map(str, member.versions))}"
     command = ["tbe-serve", "pull", str(options.store), f"{PULLED}/{REPOSITORY_OF_STORE}", f"--model={member.model}"]
     mounts = [{"name": "repository", "mountPath": PULLED}, TMP_MOUNT]
@@ -250,7 +250,7 @@ def _pull(member: Member, options: PodOptions) -> Object:
 
 
 def _wait_for_hosts(fleet: Fleet, options: PodOptions) -> Object:
-    """The container that waits until every host answers, and says which do not. Only then a router can be loaded."""
+    """The container that waits until every host answers, which loading a router needs, and prints which do not."""
     script = "\n".join(
         f"until tbe-serve health {shlex.quote(host.model)} --url {address_of(host.name)} --timeout-s 2; "
         "do sleep 2; done"

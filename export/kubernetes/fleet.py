@@ -31,12 +31,14 @@ class PodOptions:
 
     Attributes:
         image: of the server, by digest.
-        claim: the PersistentVolumeClaim with the repository; or store: its URL in a store, from which each pod brings
-            its own bundles to the disk of its node. copy: they do so from a claim.
+        claim: the PersistentVolumeClaim with the repository. Either this or `store` is set.
+        store: the URL of the repository in a store, from which each pod downloads its bundles to its node's disk.
+        copy: whether each pod copies its bundles from the claim to its node's disk.
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
-        insecure: no TLS.
+        insecure: whether TLS is off.
         metrics_from: the namespace whose pods may read metrics.
-        deltas_claim: the PersistentVolumeClaim with the deltas of live models. None: there are none, or in the store.
+        deltas_claim: the PersistentVolumeClaim with the deltas of live models. None: no model takes deltas, or they
+            are in the store.
 
     Raises:
         ConfigurationError: a name is invalid in Kubernetes, or an image has no digest.
@@ -76,17 +78,17 @@ class Member:
     """The pods of one model.
 
     Attributes:
-        name: of its Kubernetes objects.
-        model: name of the model.
-        host: number of the host in the plan. None: clients call the model.
+        name: the name of its Kubernetes objects.
+        model: the name of the model.
+        host: the number of the host in the plan. None: clients call the model.
         versions: the served versions, the newest first.
-        weights_bytes: size of the weights files and id maps of all these versions.
-        instances: processes that answer requests.
-        cores: cores that each of them can use.
-        replicas: number of pods. The least number, if an autoscaler changes it.
-        instance_shared_bytes: most shared memory of each instance, a whole number of MiB.
-        huge_bytes: bytes that the weights files take on a file system of huge pages. 0: they are not served from one.
-        live_bytes: bytes of the copies in /dev/shm that deltas change. 0: they are not served live.
+        weights_bytes: the size of the weights files and id maps of all these versions.
+        instances: the number of processes that answer requests.
+        cores: the number of cores that each process can use.
+        replicas: the number of pods, or the minimum for an autoscaler.
+        instance_shared_bytes: the maximum shared memory of each process, a whole number of MiB.
+        huge_bytes: the size of the weights files on a file system of huge pages. 0: they are not served from one.
+        live_bytes: the size of the copies in /dev/shm that deltas change. 0: the model takes no deltas.
     """
 
     name: str
@@ -107,12 +109,12 @@ class Replicas:
     """Numbers of pods.
 
     Attributes:
-        routers: least number of pods of the model that clients call.
-        most_routers: largest number of pods of that model.
-        of_hosts: pods of each host.
-        of_host: pods of single hosts, by number, in place of `of_hosts`.
-        queue_ms: there are more pods of the model that clients call where requests wait longer for it, on average, in
-            ms, beside where its cores are in use. None: only then. A router waits more than it computes.
+        routers: the minimum number of pods of the model that clients call.
+        most_routers: the maximum number of pods of that model.
+        of_hosts: the number of pods of each host.
+        of_host: the number of pods of single hosts, by the host's number. They override `of_hosts`.
+        queue_ms: the mean time in ms that requests may wait before the autoscaler adds pods of the model that clients
+            call. None: it scales by CPU alone. A router waits more than it computes.
 
     Raises:
         ConfigurationError: a number is not above 0, or `most_routers` is below `routers`.
@@ -144,7 +146,7 @@ class Fleet:
     Attributes:
         bundle: the bundle of the model that clients call.
         front: the model that clients call: a router, or the only model.
-        hosts: the hosts of the router's plan. Empty: the bundle is not a router's.
+        hosts: the hosts of the router's plan, or () if the bundle is not a router's.
     """
 
     bundle: Bundle
@@ -170,14 +172,14 @@ def read_fleet(
     Args:
         path: the bundle, <repository>/<model>/<version>.
         replicas: numbers of pods.
-        name: of the Kubernetes objects. None: derived from the model's name.
-        hosts_also: another version of the router that hosts serve, too.
+        name: the name of the Kubernetes objects. None: derived from the model's name.
+        hosts_also: another version of the router, whose rows the hosts serve as well.
         trusted: one of these keys must have signed bundles and settings. None: no signature is needed.
 
     Raises:
         BundleError: a bundle is missing, damaged, not signed, a host's own, or not the one that the router names.
-        ConfigurationError: a name is invalid in Kubernetes, or another model's, too; a number is for no host; or a
-            setting does not work in a pod.
+        ConfigurationError: a name is invalid in Kubernetes, or also another model's; a number is for an unknown host;
+            or a setting does not work in a pod.
     """
     bundle = open_bundle(path.absolute(), trusted)
     model, version, repository = bundle.path.parent.name, int(bundle.path.name), bundle.path.parent.parent
@@ -189,7 +191,7 @@ def read_fleet(
     routers = [bundle]
     if hosts_also is not None and hosts_also != version:
         routers.append(_other(bundle, hosts_also, trusted))
-    held = _held(routers, trusted)
+    host_bundles = _bundles_of_hosts(routers, trusted)
     hosts = tuple(
         Member(
             name=host_name(name, host),
@@ -200,10 +202,10 @@ def read_fleet(
             **_settings(bundles, trusted),
             replicas=replicas.of_host.get(host, replicas.of_hosts),
         )
-        for host, bundles in held.items()
+        for host, bundles in host_bundles.items()
     )
-    if unknown := sorted(replicas.of_host.keys() - held.keys()):
-        raise ConfigurationError(f"--replicas-of: expected hosts of the plan, {[*held]}, got {unknown[0]}")
+    if unknown := sorted(replicas.of_host.keys() - host_bundles.keys()):
+        raise ConfigurationError(f"--replicas-of: expected hosts of the plan, {[*host_bundles]}, got {unknown[0]}")
     front = Member(
         name=name,
         model=model,
@@ -212,18 +214,18 @@ def read_fleet(
         **_settings([bundle], trusted),
         replicas=replicas.routers,
     )
-    there = {each.parent.parent.name for each in repository.glob(f"*/*/{MANIFEST}")}
-    check_names([front.name, *(host.name for host in hosts)], there - {model, *(host.model for host in hosts)})
+    models = {manifest_path.parent.parent.name for manifest_path in repository.glob(f"*/*/{MANIFEST}")}
+    check_names([front.name, *(host.name for host in hosts)], models - {model, *(host.model for host in hosts)})
     return Fleet(bundle=bundle, front=front, hosts=hosts)
 
 
 def check_deltas(fleet: Fleet, options: PodOptions) -> None:
-    """Refuse a claim of deltas that no model takes, and models that take deltas with neither a claim nor a store.
+    """Refuse a claim of deltas if no model takes them, and a model that takes deltas without a claim or a store.
 
     Raises:
-        ConfigurationError: naming the model.
+        ConfigurationError: with the name of the model.
     """
-    live = [each.model for each in (fleet.front, *fleet.hosts) if each.live_bytes]
+    live = [member.model for member in (fleet.front, *fleet.hosts) if member.live_bytes]
     if live and options.deltas_claim is None and options.store is None:
         raise ConfigurationError(
             f"{live[0]}: weights-memory: is 'live': say where its deltas are, --deltas-claim; or `tbe-serve "
@@ -239,7 +241,7 @@ def check_deltas(fleet: Fleet, options: PodOptions) -> None:
 def _other(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
     """Another version of a router, with the same hosts."""
     other = open_bundle(router.path.parent / str(version), trusted)
-    expected, got = ([(each.host, each.model) for each in one.manifest.hosts] for one in (router, other))
+    expected, got = ([(host.host, host.model) for host in one.manifest.hosts] for one in (router, other))
     if got != expected:
         raise BundleError(
             f"{other.path}: expected the hosts of version {router.path.name}, {expected}, got {got}: publish "
@@ -248,17 +250,17 @@ def _other(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
     return other
 
 
-def _held(routers: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[int, list[Bundle]]:
+def _bundles_of_hosts(routers: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[int, list[Bundle]]:
     """The bundles of each host, one for each router's bundle."""
-    held: dict[int, list[Bundle]] = {}
+    by_host: dict[int, list[Bundle]] = {}
     for router in routers:
         for host in router.manifest.hosts:
-            held.setdefault(host.host, []).append(open_host(router, host, trusted))
-    return held
+            by_host.setdefault(host.host, []).append(open_host(router, host, trusted))
+    return by_host
 
 
 def _versions(bundles: Sequence[Bundle]) -> tuple[int, ...]:
-    return tuple(sorted({int(each.path.name) for each in bundles}, reverse=True))
+    return tuple(sorted({int(bundle.path.name) for bundle in bundles}, reverse=True))
 
 
 def _weights_bytes(bundle: Bundle) -> int:
@@ -279,16 +281,16 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
             f"pod may lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has "
             "room for its tables"
         )
-    files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
+    files = [bundle.manifest.files[name] for bundle in bundles for name in bundle.manifest.weights_files]
     copied = sum(in_huge_pages(file.size_bytes) for file in files)
     huge = copied if settings.weights_memory == WeightsMemory.HUGE else 0
     live = copied + HUGE_PAGE * len(bundles) if settings.weights_memory == WeightsMemory.LIVE else 0
-    scores = any(each.manifest.dense_part for each in bundles)
+    scores = any(bundle.manifest.dense_part for bundle in bundles)
     cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
     return {
         "instances": settings.instances,
         "cores": cores,
-        "instance_shared_bytes": max(shared_bytes_of(each.manifest, settings) for each in bundles),
+        "instance_shared_bytes": max(shared_bytes_of(bundle.manifest, settings) for bundle in bundles),
         "huge_bytes": huge,
         "live_bytes": live,
     }

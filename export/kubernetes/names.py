@@ -10,19 +10,19 @@ MOST_LETTERS = 52
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
-def kubernetes_name(model: str, given: str | None) -> str:
+def kubernetes_name(model: str, chosen: str | None) -> str:
     """The name of a model's objects: in small letters, with a dash for each dot and underscore.
 
     Args:
         model: name of the model.
-        given: the name to take instead.
+        chosen: the name to use instead.
 
     Raises:
         ConfigurationError: the name is invalid in Kubernetes.
     """
-    name = given if given is not None else re.sub(r"[._]", "-", model.lower()).strip("-")
+    name = chosen if chosen is not None else re.sub(r"[._]", "-", model.lower()).strip("-")
     if not _NAME.fullmatch(name):
-        source = "--name" if given is not None else f"model {model!r}"
+        source = "--name" if chosen is not None else f"model {model!r}"
         raise ConfigurationError(
             f"{source}: expected a name that Kubernetes takes, small letters, digits and dashes, a letter first, "
             f"got {name!r}: give one, --name"
@@ -36,23 +36,23 @@ def host_name(name: str, host: int) -> str:
 
 
 def check_names(names: Iterable[str], others: Iterable[str]) -> None:
-    """Refuse names that are too long, or that the objects of another model would have, too.
+    """Refuse names that are too long, or that the objects of another model would also have.
 
     Args:
         names: of all objects.
         others: the other models of the repository.
 
     Raises:
-        ConfigurationError: naming both models.
+        ConfigurationError: with the names of both models.
     """
-    taken = {re.sub(r"[._]", "-", other.lower()).strip("-"): other for other in others}
+    models_by_name = {re.sub(r"[._]", "-", other.lower()).strip("-"): other for other in others}
     for name in names:
         if len(name) > MOST_LETTERS:
             raise ConfigurationError(
                 f"{name}: expected at most {MOST_LETTERS} letters, got {len(name)}: give a shorter one, --name"
             )
-        if name in taken:
+        if name in models_by_name:
             raise ConfigurationError(
-                f"{name}: expected a name of its own, got that of model {taken[name]!r} of the same repository too: "
-                "give another, --name"
+                f"{name}: expected a name of its own, got the name of model {models_by_name[name]!r} of the same "
+                "repository: give another, --name"
             )

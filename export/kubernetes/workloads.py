@@ -63,7 +63,7 @@ _HTTPS_PORT = 443
 def _policy(
     fleet: Fleet, member: Member, callers: dict[str, str], egress: list[Object], options: PodOptions
 ) -> Object:
-    # Nobody knows the addresses of a store.
+    # The addresses of a store are unknown.
     reached = [*egress, {"ports": _tcp(_HTTPS_PORT)}] if options.store else egress
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.metrics_from}}}
     return {

@@ -294,7 +294,7 @@ def _compare(
         tuple(failures),
         model is not None,
         dense_part=manifest.dense_part,
-        taken=None if model is None else model.weights.taken,
+        taken=None if model is None else model.weights.summary,
         is_run=model is not None and model.is_loaded,
     )
 

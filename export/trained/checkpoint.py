@@ -137,8 +137,8 @@ class Checkpoint:
         return found
 
     @property
-    def taken(self) -> str | None:
-        """What of a checkpoint is the model's, in a line. None: it is no checkpoint, but the model itself."""
+    def summary(self) -> str | None:
+        """The part of the checkpoint that is the model's, in a line. None: the weights are the module's own."""
         if self._taken is None:
             return None
         under = f"`{self._taken.prefix}` of " if self._taken.prefix else ""

@@ -179,7 +179,7 @@ def test_a_set_that_is_not_whole_is_not_completed(tmp_path: Path, harm: Callable
     with pytest.raises(PublishError) as refused:
         complete_hosts(module, tmp_path / "r", MODEL, CONFIG, 4)
     first, *lines = str(refused.value).splitlines()
-    assert first == "the set is not whole:"
+    assert first == "the set is not complete:"
     assert [line.split(":")[0] for line in lines] == ["host 0", "host 2"]
     assert all(message in line for line in lines)
     assert not (tmp_path / "r" / MODEL).exists()

@@ -96,7 +96,7 @@ def test_a_host_with_another_bundle_is_refused(repository: Path) -> None:
 
 def test_another_model_s_name_is_refused(repository: Path) -> None:
     shutil.copytree(repository / "m", repository / "movies.v2")
-    with pytest.raises(ConfigurationError, match=r"movies-v2: .* that of model 'movies\.v2'"):
+    with pytest.raises(ConfigurationError, match=r"movies-v2: .* the name of model 'movies\.v2'"):
         read_fleet(repository / "Movies_V2" / "1", Replicas())
     assert read_fleet(repository / "Movies_V2" / "1", Replicas(), name="movies").name == "movies"
 

@@ -32,7 +32,7 @@ def test_a_name_that_kubernetes_does_not_take_is_refused(model: str, given: str 
 
 def test_a_name_of_two_models_is_refused_by_both() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"movies-v2: .* got that of model 'movies\.v2' of the same repository"
+        ConfigurationError, match=r"movies-v2: .* got the name of model 'movies\.v2' of the same repository"
     ):
         check_names(["movies-v2", "movies-v2-host-0"], ["other", "movies.v2"])
     with pytest.raises(ConfigurationError, match="movies-host-0: expected a name of its own"):

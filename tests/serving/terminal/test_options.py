@@ -59,7 +59,11 @@ KUBERNETES = ["--out", "base", "--image", f"registry.example/tbe@sha256:{'0' * 6
 BENCH = ["--bundle", "repository/mixed/1"]
 BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export model": ([], [*MODEL, "--repository", "r", "--name", "m"], ""),
-    "tbe-export publish-router": ([], [*MODEL, "--repository", "r", "--name", "m", *HOSTS], "the set is not whole"),
+    "tbe-export publish-router": (
+        [],
+        [*MODEL, "--repository", "r", "--name", "m", *HOSTS],
+        "the set is not complete",
+    ),
     "tbe-export plan": ([], MODEL, ""),
     "tbe-export inspect": (["repository/mixed/1"], [], ""),
     "tbe-export verify": (["repository/mixed/1"], [], ""),
