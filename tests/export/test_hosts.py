@@ -25,9 +25,9 @@ from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
+from tests.support.bundle_reader import exported_table
 from tests.support.hosts import MODEL, edit_manifest, in_one_process
 from tests.support.models import MIXED, Spec, collection
-from tests.support.oracle import exported_table
 from tests.support.sharded_exports import DTYPES
 
 TYPES = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "word": "table_row_wise"}

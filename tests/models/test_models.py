@@ -20,10 +20,10 @@ from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
 from tests.models.keys import ORDER
 from tests.models.registry import MODELS, REFUSED, SERVED, call, example_of, module_of
+from tests.support.bundle_reader import exported_table
 from tests.support.long_cases import one_in
 from tests.support.module_calls import Numbers, answer_of_call, assert_close, column_of, request_of_call
 from tests.support.on_gpu import GPU, sent, to_gpu
-from tests.support.oracle import exported_table
 from tests.support.scored_models import EXACT
 
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.

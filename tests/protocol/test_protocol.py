@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from serving.client import LookupClient
 from serving.server import Server
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.long_cases import one_in
 from tests.support.models import MIXED, Bags, flat, random_bags, table_of
 
@@ -75,7 +75,7 @@ def request_of(bags: dict[str, Bags]) -> dict[str, Any]:
 def expected(bundle: Path, bags: dict[str, Bags]) -> Any:
     tables = table_of(MIXED)
     pooled = [
-        oracle.pool(oracle.exported_table(bundle, tables[name].name), column, tables[name].pooling)
+        oracle.pool(bundle_reader.exported_table(bundle, tables[name].name), column, tables[name].pooling)
         for name, column in bags.items()
     ]
     return np.concatenate(pooled, axis=1)

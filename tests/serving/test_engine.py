@@ -25,7 +25,7 @@ from serving.errors import IdsOutside, InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from serving.requests.types import EMBEDDINGS
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.leak_check import without_collector
 from tests.support.long_cases import one_in
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
@@ -52,7 +52,7 @@ def test_answers_are_numpy_s_over_the_exported_bytes(
         spec = table_of(MIXED)[feature]
         assert rows.dtype == np.float32
         assert rows.shape == (samples, spec.dim)
-        expected = oracle.pool(oracle.exported_table(mixed, spec.name), bags[feature], spec.pooling)
+        expected = oracle.pool(bundle_reader.exported_table(mixed, spec.name), bags[feature], spec.pooling)
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6 * (1 + longest))
 
 
@@ -78,7 +78,7 @@ def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs:
     bags = random_bags(np.random.default_rng(2), specs, 50)
     for feature, rows in Engine.open(bundle).lookup(bags).items():
         spec = table_of(specs)[feature]
-        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        expected = oracle.pool(bundle_reader.exported_table(bundle, spec.name), bags[feature], spec.pooling)
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=5e-6)
 
 
@@ -199,7 +199,7 @@ def test_weights_multiply_rows(repository: Path) -> None:
     for feature, rows in Engine.open(bundle).lookup(request).items():
         spec = table_of(SUM)[feature]
         expected = oracle.pool(
-            oracle.exported_table(bundle, spec.name),
+            bundle_reader.exported_table(bundle, spec.name),
             bags[feature],
             "SUM",
             [each.tolist() for each in weights[feature]],
@@ -214,7 +214,7 @@ def test_fp16_answers_are_rounded_once(repository: Path) -> None:
     for feature, rows in Engine.open(bundle).lookup(bags).items():
         spec = table_of(MIXED)[feature]
         assert rows.dtype == np.float16
-        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        expected = oracle.pool(bundle_reader.exported_table(bundle, spec.name), bags[feature], spec.pooling)
         np.testing.assert_allclose(rows, expected, rtol=2**-11 + 1e-5, atol=1e-5)
 
 
@@ -226,7 +226,7 @@ def test_policy_zero_means_the_id_is_not_there(engine: Engine) -> None:
 
 def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
     bags = {"user_id": [np.random.default_rng(6).integers(0, 500, 100_000).tolist(), [3]]}
-    expected = oracle.pool(oracle.exported_table(mixed, "user"), bags["user_id"], "SUM")
+    expected = oracle.pool(bundle_reader.exported_table(mixed, "user"), bags["user_id"], "SUM")
     np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
 
 

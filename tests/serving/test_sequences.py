@@ -25,7 +25,7 @@ from serving.requests.limits import grouped
 from serving.requests.merge import merge_all
 from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
 from serving.requests.validate import validate
-from tests.support import oracle
+from tests.support import bundle_reader
 from tests.support.commands import tbe_export
 from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection, flat, random_bags
@@ -99,7 +99,7 @@ def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: 
     engine = Engine.open(bundle)
     for spec in specs:
         found = engine.lookup({spec.features[0]: [[7, 7], [], [89, 0]]})[spec.features[0]]
-        expected = oracle.exported_table(bundle, spec.name)[[7, 7, 89, 0]]
+        expected = bundle_reader.exported_table(bundle, spec.name)[[7, 7, 89, 0]]
         np.testing.assert_allclose(found.values, expected, rtol=1e-6 if output is OutputDtype.FP32 else 1e-3)
         np.testing.assert_array_equal(found.values, engine.rows(spec.name, [7, 7, 89, 0]))
 

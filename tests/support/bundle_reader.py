@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 Bags = abc.Sequence[abc.Sequence[int]]
 BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
@@ -156,6 +155,8 @@ class Reader:
         shapes = [[count, *each["shape"]] for count, each in zip(rows, part["inputs"], strict=True)]
         assert [[*each.shape] for each in given.values()] == shapes
         inputs = [given[each["name"]] for each in part["inputs"] if "key" not in each]
+        import torch  # `make quick` reads tables without it
+
         program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
         jagged = []
         for each in part.get("jagged", []):
@@ -266,14 +267,50 @@ class Reader:
 
     def stored(self, dtype: str, shard: Any, number: int, width: int) -> npt.NDArray[np.float32]:
         """Row `number` of a shard [3]."""
-        header = 4 if dtype.startswith("INT") else 0
-        size = header + width * BITS[dtype] // 8
+        size = row_bytes(dtype, width)
         start = shard["offset_bytes"] + number * size
-        stored = self.files[self.plan["ranks"][shard["rank"]]["weights"]][start : start + size]
-        if not header:
-            return np.frombuffer(stored, FLOATS[dtype]).astype(np.float32)
-        scale, bias = np.frombuffer(stored[:4], "<f2").astype(np.float32)
-        bits = BITS[dtype]
-        codes = [stored[4 + j * bits // 8] >> (j * bits % 8) & (2**bits - 1) for j in range(width)]
-        numbers: npt.NDArray[np.float32] = np.array(codes, np.float32) * scale + bias
+        content = self.files[self.plan["ranks"][shard["rank"]]["weights"]]
+        numbers: npt.NDArray[np.float32] = unpacked(content[start : start + size], 1, width, dtype)[0]
         return numbers
+
+
+def exported_table(bundle: Path, name: str) -> npt.NDArray[np.float32]:
+    """The numbers a bundle holds for a table, unpacked bit by bit from the raw bytes of its shards.
+
+    Every number must be stored exactly once, or, data-parallel, once by each rank and the same.
+    """
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    table = next(table for table in manifest["tables"] if table["name"] == name)
+    plan = manifest["plan"]
+    numbers = np.full((table["rows"], table["dim"]), np.nan, np.float32)
+    copies = np.zeros(numbers.shape, int)
+    for shard in plan["shards"]:
+        if shard["table"] == name:
+            raw = (bundle / plan["ranks"][shard["rank"]]["weights"]).read_bytes()
+            (top, bottom), (left, right) = shard["rows"], shard["columns"]
+            block = unpacked(raw[shard["offset_bytes"] :], bottom - top, right - left, table["dtype"])
+            region = (slice(top, bottom), slice(left, right))
+            assert (np.isnan(numbers[region]) | (numbers[region] == block)).all()
+            numbers[region] = block
+            copies[region] += 1
+    assert (copies == (len(plan["ranks"]) if plan["sharding"][name] == "data_parallel" else 1)).all()
+    return numbers
+
+
+def row_bytes(dtype: str, columns: int) -> int:
+    """The size of a stored row [3]."""
+    return (4 if dtype.startswith("INT") else 0) + columns * BITS[dtype] // 8
+
+
+def unpacked(raw: bytes, rows: int, columns: int, dtype: str) -> npt.NDArray[np.float32]:
+    """The numbers of stored rows [3], float32 [rows, columns]."""
+    bits = BITS[dtype]
+    size = row_bytes(dtype, columns)
+    stored = np.frombuffer(raw, np.uint8, rows * size).reshape(rows, size)
+    if bits >= 16:
+        return np.frombuffer(stored.tobytes(), f"<f{bits // 8}").reshape(rows, columns).astype(np.float32)
+    scale, bias = np.frombuffer(stored[:, :4].tobytes(), "<f2").reshape(rows, 2).T.astype(np.float32)
+    unpacked = np.unpackbits(stored[:, 4:], axis=1, bitorder="little").reshape(rows, columns, bits)
+    codes = (unpacked * (1 << np.arange(bits))).sum(axis=2).astype(np.float32)
+    numbers: npt.NDArray[np.float32] = codes * scale[:, None] + bias[:, None]
+    return numbers

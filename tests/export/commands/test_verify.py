@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagCollection
 from export.trained import checkpoint
 from serving.engine import Engine
 from serving.model.config_file import read_config, write_config
-from tests.support import oracle
+from tests.support import bundle_reader
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.models import SUM, collection, float_tables
 
@@ -102,7 +102,7 @@ def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_p
     assert (report["ok"], report["failures"], report["quantized_measured"]) == (True, [], True)
     for parity in report["tables"]:
         trained = float_tables(module)[parity["table"]].astype(np.float64)
-        stored = oracle.exported_table(mixed, parity["table"]).astype(np.float64)
+        stored = bundle_reader.exported_table(mixed, parity["table"]).astype(np.float64)
         error = np.abs(trained - stored)
         cosine = (trained * stored).sum() / np.linalg.norm(trained) / np.linalg.norm(stored)
         assert parity["quantized"]["worst_row"] == error.max(axis=1).argmax()

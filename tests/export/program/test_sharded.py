@@ -20,7 +20,7 @@ from serving.requests.accept import accept
 from serving.requests.merge import merge
 from serving.requests.types import EMBEDDINGS, Tensors
 from serving.requests.validate import validate
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
 from tests.support.sharded_exports import sharded
 
@@ -102,7 +102,7 @@ def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.Temp
     for feature, rows in answers.items():
         spec = table_of(case.specs)[feature]
         expected = oracle.pool(
-            oracle.exported_table(bundle, spec.name),
+            bundle_reader.exported_table(bundle, spec.name),
             bags[feature],
             spec.pooling,
             [each.tolist() for each in weights[feature]] if case.weighted else None,

@@ -16,7 +16,7 @@ from export.trained.checkpoint import InMemory
 from export.trained.generated_checkpoint import generated_checkpoint
 from export.trained.tables import TrainedTable
 from serving.bundle.tables import Pooling
-from tests.support import oracle
+from tests.support import bundle_reader
 from tests.support.models import MIXED, collection, float_tables
 
 
@@ -32,7 +32,7 @@ def test_the_smallest_dtype_within_the_limit_is_the_smallest_that_numpy_finds(tm
     for dtype in WeightDtype:
         bundle = export_model(module, tmp_path / "r", dtype.value, ExportConfig(dtype={"*": dtype}))
         for name, table in tables.items():
-            errors[name][dtype] = float(np.abs(table - oracle.exported_table(bundle, name)).max())
+            errors[name][dtype] = float(np.abs(table - bundle_reader.exported_table(bundle, name)).max())
     ordered = sorted(WeightDtype, key=lambda dtype: dtype.format.bits)
     for tried in ordered[:-1]:
         for factor in (0.999, 1.001):

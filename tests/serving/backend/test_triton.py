@@ -16,7 +16,7 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
 from serving.server import Server
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, Bags, collection, flat, float_tables, random_bags, table_of
 from tests.support.servers import held, metric, raw_request, running, stubs, wait_for_execution, wait_for_pending
 
@@ -26,7 +26,7 @@ FEATURES = list(table_of(MIXED))
 def expected(bundle: Path, bags: dict[str, Bags]) -> dict[str, npt.NDArray[Any]]:
     tables = table_of(MIXED)
     return {
-        name: oracle.pool(oracle.exported_table(bundle, tables[name].name), column, tables[name].pooling)
+        name: oracle.pool(bundle_reader.exported_table(bundle, tables[name].name), column, tables[name].pooling)
         for name, column in bags.items()
     }
 

@@ -22,7 +22,7 @@ from serving.bundle.tables import DefaultRow
 from serving.engine import Engine
 from serving.reference import pool
 from serving.requests.types import EMBEDDINGS, Tensors
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, collection
 
 ONE = Prepared(Tensors(None, np.arange(3), np.array([3], np.int32)), b"", 1)
@@ -173,7 +173,7 @@ def test_the_reference_is_what_the_oracle_says_and_the_engine_answers(bundle: Pa
     request = Tensors(None, values, lengths)
     found = pool(bundle, opened.manifest, request)
     for feature, table, answer in zip(features, opened.manifest.feature_tables, found.answers, strict=True):
-        exact = oracle.pool(oracle.exported_table(bundle, table.name), bags[feature.name], table.pooling.value)
+        exact = oracle.pool(bundle_reader.exported_table(bundle, table.name), bags[feature.name], table.pooling.value)
         np.testing.assert_allclose(answer, exact, atol=1e-6)
     embeddings = Engine.open(bundle).outputs(request)[EMBEDDINGS]
     assert list(found.misses(found.by_feature({"embeddings": embeddings}))) == []

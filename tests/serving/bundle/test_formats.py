@@ -14,7 +14,7 @@ from export.rows.table_error import rounding_bounds
 from serving.bundle.formats import CodeRows, FloatRows, Int8, WeightDtype, scales_and_biases_of
 from serving.bundle.plan import COLUMN_MULTIPLE
 from serving.bundle.tables import OutputDtype, Pooling
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 
 every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
 
@@ -37,7 +37,7 @@ def test_what_is_packed_unpacks_within_its_bound(dtype: WeightDtype, trained: to
     stored = quantize("t", 0, rows, dtype).numpy()
     assert stored.shape == (100, dtype.row_bytes(dim))
     numbers = dtype.format.dequantize(stored)
-    np.testing.assert_array_equal(numbers, oracle.unpacked(stored.tobytes(), 100, dim, dtype.value))
+    np.testing.assert_array_equal(numbers, bundle_reader.unpacked(stored.tobytes(), 100, dim, dtype.value))
     error, bounds = np.abs(floats - numbers).max(axis=1), rounding_bounds(floats, stored, dtype)
     assert (error <= bounds).all()
     assert (bounds <= oracle.row_range_bound(floats, dtype.value) * 1.01).all()

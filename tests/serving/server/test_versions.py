@@ -19,7 +19,7 @@ from serving.engine import Engine
 from serving.errors import ServingError
 from serving.model.config_file import of_json, settings_of
 from serving.server import Control, Server, run_server
-from tests.support import oracle
+from tests.support import bundle_reader, oracle
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until
 from tests.support.long_cases import BREATH_S, one_in
@@ -63,7 +63,7 @@ def control(server: Server) -> Control:
 def expected(bundle: Path, bags: dict[str, Bags]) -> dict[str, npt.NDArray[Any]]:
     tables = table_of(SUM)
     return {
-        name: oracle.pool(oracle.exported_table(bundle, tables[name].name), column, "SUM")
+        name: oracle.pool(bundle_reader.exported_table(bundle, tables[name].name), column, "SUM")
         for name, column in bags.items()
     }
 
