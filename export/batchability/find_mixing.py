@@ -67,7 +67,7 @@ def find_mixing(
     if buffers := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(buffers.values())!r} changes"
     if scripted is not None:
-        few = inputs.at(torch.arange(_COMPARED_SAMPLES)).tensors(jagged)
+        few = inputs.select(torch.arange(_COMPARED_SAMPLES)).tensors(jagged)
         if only_scripted := _operators(scripted, few) - _operators(exported.module(), few):
             return f"{min(only_scripted)[0]}, which TorchScript alone runs: its code is another one there"
     names = [str(name) for name in program.graph_signature.user_inputs]

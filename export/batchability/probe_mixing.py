@@ -27,9 +27,9 @@ def probe_mixing(run: Run, inputs: DenseInputs, dtype: DenseDtype, by_id: Mappin
     for probe, together in run_probes(run, [inputs, *scaled_probes(inputs)]):
         rounding = Rounding(run, probe, together, dtype, is_usual=probe is inputs)
         for description, requests in _other_requests(inputs.samples):
-            answers = [run(probe.at(samples)) for samples in requests]
+            answers = [run(probe.select(samples)) for samples in requests]
             for name in together:
-                rows = torch.cat([inputs.places(by_id.get(name), samples) for samples in requests])
+                rows = torch.cat([inputs.row_indices(by_id.get(name), samples) for samples in requests])
                 alone = np.concatenate([answer[name] for answer in answers])[rows.argsort().numpy()]
                 if not rounding.explains(name, alone):
                     return f"output {name!r} is another one for samples {description}"
@@ -45,7 +45,7 @@ def _depends_on_neighbour(run: Run, inputs: DenseInputs, by_id: Mapping[str, str
         for _, answer in run_probes(run, probes):
             for name, numbers in together.items():
                 is_other_sample = np.ones(len(numbers), np.bool_)
-                is_other_sample[inputs.places(by_id.get(name), torch.tensor([sample])).numpy()] = False
+                is_other_sample[inputs.row_indices(by_id.get(name), torch.tensor([sample])).numpy()] = False
                 # The number of samples is the same, and so are the kernels: the bits must be equal.
                 if not np.array_equal(answer[name][is_other_sample], numbers[is_other_sample], equal_nan=True):
                     return f"output {name!r} of a sample depends on the numbers of another one"

@@ -1,4 +1,4 @@
-"""The ids of a request by key, as tensors; and KeyedJaggedTensors that know where their ids come from."""
+"""The ids of a request by key, as tensors; and a KeyedJaggedTensor that knows which keys of the request it has."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ class Bag:
 
     Attributes:
         ids: one sample after another; integers [n].
-        lengths: how many each sample has; integers [B].
-        weights: one for each id, floats [n]; None: there are none.
+        lengths: the number of ids of each sample; integers [B].
+        weights: of each id, floats [n]; None if the key has no weights.
     """
 
     ids: Tensor
     lengths: Tensor
     weights: Tensor | None = None
 
-    def at(self, samples: Tensor) -> "Bag":
+    def select(self, samples: Tensor) -> "Bag":
         """The ids of some samples, int64 [B']."""
         ends = self.lengths.long().cumsum(0)
         lengths = self.lengths[samples]
         starts = (ends - self.lengths)[samples]
         first = starts.repeat_interleave(lengths.long())
         within = torch.arange(len(first)) - (lengths.long().cumsum(0) - lengths).repeat_interleave(lengths.long())
-        chosen = first + within
-        return Bag(self.ids[chosen], lengths, None if self.weights is None else self.weights[chosen])
+        indices = first + within
+        return Bag(self.ids[indices], lengths, None if self.weights is None else self.weights[indices])
 
 
 Bags = Mapping[str, Bag]
@@ -43,9 +43,9 @@ def bags_of(kjt: KeyedJaggedTensor) -> dict[str, Bag]:
     lengths = kjt.lengths().view(len(kjt.keys()), -1)
     sizes = lengths.sum(1).tolist()
     ids = kjt.values().split(sizes)
-    given = kjt.weights_or_none()
-    weights = [None] * len(sizes) if given is None else given.split(sizes)
-    return {key: Bag(*each) for key, each in zip(kjt.keys(), zip(ids, lengths, weights, strict=True), strict=True)}
+    kjt_weights = kjt.weights_or_none()
+    weights = [None] * len(sizes) if kjt_weights is None else kjt_weights.split(sizes)
+    return {key: Bag(*parts) for key, parts in zip(kjt.keys(), zip(ids, lengths, weights, strict=True), strict=True)}
 
 
 def bag_of(jagged: JaggedTensor) -> Bag:
@@ -53,117 +53,117 @@ def bag_of(jagged: JaggedTensor) -> Bag:
     return Bag(jagged.values(), jagged.lengths(), jagged.weights_or_none())
 
 
-def are_equal(one: Bag, other: Bag) -> bool:
-    """Whether two bags have the same ids."""
-    return torch.equal(one.ids, other.ids) and have_as_many(one, other)
+def have_same_ids(one: Bag, other: Bag) -> bool:
+    """Whether two bags have the same ids in each sample."""
+    return torch.equal(one.ids, other.ids) and have_same_lengths(one, other)
 
 
-def have_as_many(one: Bag, other: Bag) -> bool:
-    """Whether two bags have as many ids in each sample."""
+def have_same_lengths(one: Bag, other: Bag) -> bool:
+    """Whether two bags have equally many ids in each sample."""
     return torch.equal(one.lengths.long(), other.lengths.long())
 
 
-def as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
-    """A bag with the dtypes that a KJT has; without ids where there is none."""
+def with_dtypes_of(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
+    """`bag` with the dtypes of a KJT or JaggedTensor. If it is None, a bag without ids for that many samples."""
     ids, lengths, weights = jagged.values(), jagged.lengths(), jagged.weights_or_none()
     if bag is None:
-        none = torch.zeros(samples, dtype=lengths.dtype)
-        return Bag(ids[:0], none, None if weights is None else weights[:0])
-    own = None if weights is None else (torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights)
-    return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), own)
+        no_lengths = torch.zeros(samples, dtype=lengths.dtype)
+        return Bag(ids[:0], no_lengths, None if weights is None else weights[:0])
+    bag_weights = torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights
+    return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), None if weights is None else bag_weights)
 
 
 def kjt_of_bags(bags: Bags) -> KeyedJaggedTensor:
     """A KJT with copies of the ids, which a model may write to."""
-    values, weights, lengths = _joined(bags)
+    values, weights, lengths = _concatenated(bags)
     return KeyedJaggedTensor(list(bags), values, weights, lengths)
 
 
-def _joined(bags: Bags) -> tuple[Tensor, Tensor | None, Tensor]:
+def _concatenated(bags: Bags) -> tuple[Tensor, Tensor | None, Tensor]:
     """Values, weights and lengths of a KJT."""
-    parts = list(bags.values())
-    weights = [each.weights for each in parts if each.weights is not None]
+    weights = [bag.weights for bag in bags.values() if bag.weights is not None]
     return (
-        torch.cat([each.ids for each in parts]),
+        torch.cat([bag.ids for bag in bags.values()]),
         torch.cat(weights) if weights else None,
-        torch.cat([each.lengths for each in parts]),
+        torch.cat([bag.lengths for bag in bags.values()]),
     )
 
 
 class RequestKjt(KeyedJaggedTensor):  # type: ignore[misc]
-    """Keys of a request, as the request brings them. To choose among them, or to order them, gives such ones again.
+    """A KJT whose keys have the ids of a request, unchanged.
 
-    What any other method makes of them is a KeyedJaggedTensor that may have other ids.
+    Selecting, splitting, ordering and joining keys returns such a KJT again. Any other method returns a
+    KeyedJaggedTensor, which may have other ids.
 
     Args:
         bags: by key; at least one.
     """
 
     def __init__(self, bags: Bags) -> None:
-        self.given = dict(bags)
-        parts = list(bags.values())
-        sizes = [each.ids.shape[0] for each in parts]
-        self.parts = _joined(bags)
+        self.bags = dict(bags)
+        sizes = [bag.ids.shape[0] for bag in bags.values()]
+        self.parts = _concatenated(bags)
         values, weights, lengths = self.parts
         super().__init__(
             keys=list(bags),
             values=values,
             weights=weights,
             lengths=lengths,
-            stride=parts[0].lengths.shape[0],
+            stride=next(iter(bags.values())).lengths.shape[0],
             length_per_key=sizes,
             offset_per_key=[sum(sizes[:number]) for number in range(len(sizes) + 1)],
         )
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody put other tensors in the place of its own, or of those of `to_dict`, which lookups read."""
-        now = (self._values, self._weights, self._lengths)
-        if list(self._keys) != list(self.given) or any(a is not b for a, b in zip(self.parts, now, strict=True)):
+        """Whether it still has its own tensors, and its cache of `to_dict`, which lookups read, has them too."""
+        parts = (self._values, self._weights, self._lengths)
+        if list(self._keys) != list(self.bags) or any(a is not b for a, b in zip(self.parts, parts, strict=True)):
             return False
         if self._jt_dict is None:
             return True
-        found = {key: (each._values, each._weights, each._lengths) for key, each in self._jt_dict.items()}
-        own = {key: (bag.ids, bag.weights, bag.lengths) for key, bag in self.given.items()}
-        return found.keys() == own.keys() and all(
-            a is b for key, bag in own.items() for a, b in zip(bag, found[key], strict=True)
+        cached = {key: (jagged._values, jagged._weights, jagged._lengths) for key, jagged in self._jt_dict.items()}
+        original = {key: (bag.ids, bag.weights, bag.lengths) for key, bag in self.bags.items()}
+        return cached.keys() == original.keys() and all(
+            a is b for key, tensors in original.items() for a, b in zip(tensors, cached[key], strict=True)
         )
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """As KeyedJaggedTensor.split."""
         ends = [sum(segments[: number + 1]) for number in range(len(segments))]
-        return [self._of(self.keys()[end - count : end]) for count, end in zip(segments, ends, strict=True)]
+        return [self._select_keys(self.keys()[end - count : end]) for count, end in zip(segments, ends, strict=True)]
 
     def permute(self, indices: list[int], *_: Any, **__: Any) -> KeyedJaggedTensor:
         """As KeyedJaggedTensor.permute."""
-        return self._of([self.keys()[each] for each in indices])
+        return self._select_keys([self.keys()[index] for index in indices])
 
     def to(self, *_: Any, **__: Any) -> "RequestKjt":
-        """All of it is on one device."""
+        """Itself: all tensors are on one device."""
         return self
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        bag = self.given[key]
+        bag = self.bags[key]
         return JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """As KeyedJaggedTensor.to_dict, which keeps what it answers, too."""
+        """As KeyedJaggedTensor.to_dict, which caches its result too."""
         if self._jt_dict is None:
-            self._jt_dict: dict[str, JaggedTensor] | None = {key: self[key] for key in self.given}
+            self._jt_dict: dict[str, JaggedTensor] | None = {key: self[key] for key in self.bags}
         return self._jt_dict or {}
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """As KeyedJaggedTensor.concat, which this takes the place of while a model is followed."""
-        found: dict[str, Bag] = {}
-        for each in kjt_list:
-            if type(each) is not RequestKjt or not each.is_unchanged or not found.keys().isdisjoint(each.given):
+        """As KeyedJaggedTensor.concat, which this replaces during a trace."""
+        bags: dict[str, Bag] = {}
+        for kjt in kjt_list:
+            if type(kjt) is not RequestKjt or not kjt.is_unchanged or not bags.keys().isdisjoint(kjt.bags):
                 return _kjt_concat(kjt_list)
-            found |= each.given
-        return RequestKjt(found)
+            bags |= kjt.bags
+        return RequestKjt(bags)
 
-    def _of(self, keys: Sequence[str]) -> KeyedJaggedTensor:
-        if not keys or not self.is_unchanged or len({*keys}) < len(keys):
-            first = [self.keys().index(key) for key in keys]
-            return super().permute(first) if keys else KeyedJaggedTensor.empty_like(self)
-        return RequestKjt({key: self.given[key] for key in keys})
+    def _select_keys(self, keys: Sequence[str]) -> KeyedJaggedTensor:
+        if not keys:
+            return KeyedJaggedTensor.empty_like(self)
+        if not self.is_unchanged or len({*keys}) < len(keys):
+            return super().permute([self.keys().index(key) for key in keys])
+        return RequestKjt({key: self.bags[key] for key in keys})

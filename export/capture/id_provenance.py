@@ -1,19 +1,18 @@
-"""Whether the ids that a forward gives to a collection are those of the example, in another order and nothing else.
+"""Whether the ids that a forward gives to a collection are those of the example, in another order and unchanged.
 
-A forward may make a KJT itself, of tensors of the example. The graph says which operators do it: those that move
-numbers pass, all others are refused, and so is what is written to on the way. The moving part of the graph is then
-run on numbers that are all different, and larger than sizes are: they say where each id comes from, whatever the ids
-are. Lengths and weights likewise.
+A forward may make a KJT itself, of tensors of the example. The graph shows the operators that make it: operators that
+move numbers pass, all others are refused, and so are writes to these tensors. That part of the graph is then run on
+numbers that all differ and that are larger than any size. They show where each id comes from, whatever the ids are.
+The same is done for lengths and weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.call_signature import Places, Signature
+from export.capture.call_signature import IdColumns, Signature
 from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.graph_nodes import answers_of, not_made_alike, not_moved
 from export.capture.row_counts import Input, is_lengths
@@ -23,124 +22,157 @@ from export.errors import ModelError, last_line
 from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
-# Batch sizes that the moving part is run for.
-_SAMPLES = (2, 3, 5, 7)
+# Batch sizes that the part that moves ids is run for.
+_BATCH_SIZES = (2, 3, 5, 7)
 # No number that a forward makes of sizes is as large.
 _FIRST_MARK = 1_000_003
+# The ids, lengths and weights of a key.
+_KeyTensors = tuple[Tensor, Tensor, Tensor | None]
 
 
 def locate_ids(
     model: nn.Module,
     signature: Signature,
-    found: TracedModel,
+    traced: TracedModel,
     inputs: Mapping[Input, Tensor],
     collections: Collections,
 ) -> Signature:
-    """The signature, with where the ids of keys are that the forward makes KJTs of itself.
+    """The signature, with the columns that have the ids of keys of which the forward makes KJTs.
 
     Args:
-        model: that was followed, for messages.
-        signature: as it was followed by.
-        found: the graph.
-        inputs: an example of its inputs.
+        model: that was traced, for messages.
+        signature: by which it was traced.
+        traced: its graph.
+        inputs: an example of the inputs of the graph.
         collections: of the model.
 
     Raises:
-        ModelError: naming the line that changes ids, or puts those of several samples together.
+        ModelError: naming the line that changes ids, or joins those of several samples.
     """
-    answers = iter(answers_of(found.module.graph)[len(found.outputs) :])
-    places: dict[str, Places] = dict(signature.placed)
-    keys_of = keys_of_features(collections)
-    nodes = (node for node in found.module.graph.nodes if node.op == "placeholder")
-    lengths = [node for node, each in zip(nodes, found.inputs, strict=True) if is_lengths(each)]
-    for made in found.made_kjts:
-        parts = [next(answers) for _ in range(3 if made.is_weighted else 2)]
-        ids, of_lengths, *weights = parts
-        wrong = (
-            not_moved(found.module, [ids], lengths, is_raw=made.is_raw)
-            or not_moved(found.module, [of_lengths])
-            or not_moved(found.module, weights, lengths)
-        )
-        if wrong is not None:
-            raise ModelError(
-                f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))} by "
-                f"{wrong.target}{line_of(wrong) or made.line}: expected ids as a request brings them, in another "
-                "order alone: do it before the model, and give what comes of it as its argument"
-            )
-        if (wrong := not_made_alike([of_lengths, *weights])) is not None:
-            raise ModelError(
-                f"{type(model).__name__}: makes the lengths of the keys {', '.join(map(repr, made.keys))} by "
-                f"{wrong.target}{line_of(wrong) or made.line}: expected lengths that a request brings, or as many "
-                "ids in each sample: take torch.full((size,), number)"
-            )
-        moving = _moving_part(found.module, parts)
-        for samples in _SAMPLES:
-            given = _marked(inputs, samples, keys_of, signature)
-            for key, own in zip(made.keys, _run(model, moving, made, given), strict=True):
-                place = _place_of(key, own, given, signature)
-                if place is None or places.setdefault(key, place) != place:
+    sources: dict[str, IdColumns] = dict(signature.id_columns)
+    key_of_feature = keys_of_features(collections)
+    nodes = (node for node in traced.module.graph.nodes if node.op == "placeholder")
+    lengths_nodes = [node for node, name in zip(nodes, traced.inputs, strict=True) if is_lengths(name)]
+    for kjt, parts in _made_kjts(traced):
+        _expect_moved(model, traced.module, kjt, parts, lengths_nodes)
+        moving = _moving_part(traced.module, parts)
+        for samples in _BATCH_SIZES:
+            marked = _marked(inputs, samples, key_of_feature, signature)
+            for key, tensors in zip(kjt.keys, _run(model, moving, kjt, marked), strict=True):
+                source = _source_of(key, tensors, marked, signature)
+                if source is None or sources.setdefault(key, source) != source:
                     raise ModelError(
                         f"{type(model).__name__}: gives a collection ids of key {key!r} that are not those of one "
                         "sample of the example for each of its samples, or have other lengths or weights"
-                        f"{made.line}: give it a KeyedJaggedTensor, or a tensor [B, n]"
+                        f"{kjt.line}: give it a KeyedJaggedTensor, or a tensor [B, n]"
                     )
-    by_place = [(each.path, number) for each in places.values() for number in each.places]
-    if len({*by_place}) < len(by_place):
+    columns = [(source.path, column) for source in sources.values() for column in source.columns]
+    if len({*columns}) < len(columns):
         raise ModelError(
-            f"{type(model).__name__}: several keys have the ids of one tensor{found.made_kjts[-1].line}: expected "
+            f"{type(model).__name__}: several keys have the ids of one tensor{traced.made_kjts[-1].line}: expected "
             "one key for each"
         )
-    return replace(signature, placed={key: each for key, each in places.items() if each.path})
+    return replace(signature, id_columns={key: source for key, source in sources.items() if source.path})
+
+
+def _made_kjts(traced: TracedModel) -> Iterator[tuple[ForwardKjt, list[fx.Node]]]:
+    """Each KJT that the forward makes, with its values, lengths, and weights if it has some that count."""
+    answers = iter(answers_of(traced.module.graph)[len(traced.outputs) :])
+    for kjt in traced.made_kjts:
+        yield kjt, [next(answers) for _ in range(3 if kjt.is_weighted else 2)]
+
+
+def _expect_moved(
+    model: nn.Module,
+    module: fx.GraphModule,
+    kjt: ForwardKjt,
+    parts: Sequence[fx.Node],
+    lengths_nodes: Sequence[fx.Node],
+) -> None:
+    """Refuse a KJT that is made by an operator that may change ids, lengths or weights.
+
+    Args:
+        model: for messages.
+        module: the graph.
+        kjt: that the forward makes.
+        parts: its values, lengths and weights.
+        lengths_nodes: the inputs of the graph that are lengths.
+    """
+    ids, lengths, *weights = parts
+    keys = ", ".join(map(repr, kjt.keys))
+    changing = (
+        not_moved(module, [ids], lengths_nodes, is_raw=kjt.is_raw)
+        or not_moved(module, [lengths])
+        or not_moved(module, weights, lengths_nodes)
+    )
+    if changing is not None:
+        raise ModelError(
+            f"{type(model).__name__}: makes the ids of the keys {keys} by {changing.target}"
+            f"{line_of(changing) or kjt.line}: expected ids as a request brings them, in another order alone: do it "
+            "before the model, and give what comes of it as its argument"
+        )
+    if (changing := not_made_alike([lengths, *weights])) is not None:
+        raise ModelError(
+            f"{type(model).__name__}: makes the lengths of the keys {keys} by {changing.target}"
+            f"{line_of(changing) or kjt.line}: expected lengths that a request brings, or as many ids in each "
+            "sample: take torch.full((size,), number)"
+        )
 
 
 def with_shared_lengths(
-    signature: Signature, found: TracedModel, inputs: Mapping[Input, Tensor], collections: Collections
+    signature: Signature, traced: TracedModel, inputs: Mapping[Input, Tensor], collections: Collections
 ) -> Signature:
-    """The signature, with the keys that the forward gives the lengths of another one. Arguments as `locate_ids`."""
-    answers, first = iter(answers_of(found.module.graph)[len(found.outputs) :]), dict(signature.first)
-    keys_of = keys_of_features(collections)
-    for made in found.made_kjts:
-        _, of_lengths, *_ = [next(answers) for _ in range(3 if made.is_weighted else 2)]
-        if not_moved(found.module, [of_lengths]) is not None:
-            continue  # it is refused later, by its line
-        moving, likes = _moving_part(found.module, [of_lengths]), list[dict[str, set[str]]]()
-        for samples in _SAMPLES:
-            given = _marked(inputs, samples, keys_of, signature)
-            (lengths,) = moving(*given.values())
-            by_key = dict(zip(made.keys, lengths.long().reshape(len(made.keys), -1), strict=True))
-            own = {
-                each.name: marks.long()
-                for each, marks in given.items()
-                if isinstance(each, JaggedInput) and is_lengths(each)
-            }
-            likes.append({key: {n for n, each in own.items() if torch.equal(each, of)} for key, of in by_key.items()})
-        for key in made.keys:
-            others = set.intersection(*(each[key] for each in likes))
-            if lengths_of(key) in inputs and others and key not in others:
-                first.setdefault(key, min(first.get(each, each) for each in others))
+    """The signature, with the keys that the forward gives the lengths of another key. Arguments as `locate_ids`."""
+    first = dict(signature.first)
+    key_of_feature = keys_of_features(collections)
+    for kjt, (_, lengths_node, *_weights) in _made_kjts(traced):
+        if not_moved(traced.module, [lengths_node]) is not None:
+            continue  # `locate_ids` refuses it, with its line
+        moving = _moving_part(traced.module, [lengths_node])
+        matches = [
+            _keys_with_lengths(kjt, moving, _marked(inputs, samples, key_of_feature, signature))
+            for samples in _BATCH_SIZES
+        ]
+        for key in kjt.keys:
+            same = set.intersection(*(match[key] for match in matches))
+            if lengths_of(key) in inputs and same and key not in same:
+                first.setdefault(key, min(first.get(other, other) for other in same))
     return replace(signature, first=first)
 
 
-def _run(
-    model: nn.Module, moving: nn.Module, made: ForwardKjt, given: Mapping[Input, Tensor]
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def _keys_with_lengths(kjt: ForwardKjt, moving: nn.Module, marked: Mapping[Input, Tensor]) -> dict[str, set[str]]:
+    """Of each key of a KJT, the keys of the request that have the lengths which the forward gives it."""
+    (lengths,) = moving(*marked.values())
+    lengths_by_key = dict(zip(kjt.keys, lengths.long().reshape(len(kjt.keys), -1), strict=True))
+    of_request = {
+        name.name: marks.long()
+        for name, marks in marked.items()
+        if isinstance(name, JaggedInput) and is_lengths(name)
+    }
+    return {
+        key: {name for name, marks in of_request.items() if torch.equal(marks, lengths_of_key)}
+        for key, lengths_of_key in lengths_by_key.items()
+    }
+
+
+def _run(model: nn.Module, moving: nn.Module, kjt: ForwardKjt, marked: Mapping[Input, Tensor]) -> list[_KeyTensors]:
     """The ids, lengths and weights of each key of a KJT that is made of marked inputs."""
     try:
-        ids, lengths, *weights = moving(*given.values())
-        by_key = lengths.reshape(len(made.keys), -1)
-        sizes = by_key.sum(1).tolist()
-        of_ids = ids.split(sizes)
-        of_weights = weights[0].split(sizes) if weights else [None] * len(sizes)
-    except Exception as error:  # of numbers that are not as many as it expects
+        ids, lengths, *weights = moving(*marked.values())
+        lengths_by_key = lengths.reshape(len(kjt.keys), -1)
+        sizes = lengths_by_key.sum(1).tolist()
+        ids_by_key = ids.split(sizes)
+        weights_by_key = weights[0].split(sizes) if weights else [None] * len(sizes)
+    except Exception as error:  # the operators expect another number of ids
         raise ModelError(
-            f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))}{made.line} in a "
+            f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, kjt.keys))}{kjt.line} in a "
             f"way that cannot be done for any number of samples and ids: {last_line(error)}"
         ) from error
-    return list(zip(of_ids, by_key, of_weights, strict=True))
+    return list(zip(ids_by_key, lengths_by_key, weights_by_key, strict=True))
 
 
 def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
-    """What makes some answers of a graph, and nothing else."""
+    """The part of a graph that makes some answers."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = {*answers}
     for node in reversed(module.graph.nodes):
@@ -149,85 +181,84 @@ def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Modul
     for node in module.graph.nodes:
         if node in needed or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[each] for each in answers))
+    graph.output(tuple(copies[answer] for answer in answers))
     return fx.GraphModule(module, graph)
 
 
 def _marked(
-    inputs: Mapping[Input, Tensor], samples: int, keys_of: Mapping[str, str], signature: Signature
+    inputs: Mapping[Input, Tensor], samples: int, key_of_feature: Mapping[str, str], signature: Signature
 ) -> dict[Input, Tensor]:
-    """Inputs of which each id and weight is another number, and each length of a key.
+    """Inputs whose ids and weights all differ, and whose keys all have other lengths.
 
     Args:
         inputs: an example of each.
-        samples: how many.
-        keys_of: the key of each feature.
+        samples: B.
+        key_of_feature: the key of each feature.
         signature: has the keys of fixed length.
     """
     generator = torch.Generator().manual_seed(samples)
     lengths = {
-        each.name: torch.full((samples,), signature.fixed[each.name])
-        if each.name in signature.fixed
+        name.name: torch.full((samples,), signature.fixed[name.name])
+        if name.name in signature.fixed
         else torch.randperm(samples + 5, generator=generator)[:samples] + 1
-        for each in inputs
-        if isinstance(each, JaggedInput) and is_lengths(each)
+        for name in inputs
+        if isinstance(name, JaggedInput) and is_lengths(name)
     }
     lengths |= {key: lengths[first] for key, first in signature.first.items()}
-    found: dict[Input, Tensor] = {}
-    first = _FIRST_MARK
-    for each, old in inputs.items():
+    marked: dict[Input, Tensor] = {}
+    next_mark = _FIRST_MARK
+    for name, example in inputs.items():
         size = samples
-        if isinstance(each, JaggedInput):
-            key = signature.key_of(each, keys_of)
+        if isinstance(name, JaggedInput):
+            key = signature.key_of(name, key_of_feature)
             size = int(lengths[key].sum()) if key in lengths else signature.fixed[key] * samples
-            if each.kind is JaggedKind.LENGTHS:
-                found[each] = lengths[key].to(old.dtype)
+            if name.kind is JaggedKind.LENGTHS:
+                marked[name] = lengths[key].to(example.dtype)
                 continue
-        shape = torch.Size((size, *old.shape[1:]))
-        is_marked = not old.is_floating_point() and old.dtype is not torch.bool
-        if is_marked or (isinstance(each, JaggedInput) and each.kind is JaggedKind.WEIGHTS):
-            marks = torch.randperm(shape.numel(), generator=generator) + first
-            first += shape.numel()
-            if is_marked and first > torch.iinfo(old.dtype).max:  # some are alike: other batch sizes tell them apart
-                marks %= torch.iinfo(old.dtype).max
-            found[each] = marks.to(old.dtype).view(shape)
-        else:
-            found[each] = torch.zeros(shape, dtype=old.dtype)
-    return found
+        shape = torch.Size((size, *example.shape[1:]))
+        is_integer = not example.is_floating_point() and example.dtype is not torch.bool
+        if not is_integer and not (isinstance(name, JaggedInput) and name.kind is JaggedKind.WEIGHTS):
+            marked[name] = torch.zeros(shape, dtype=example.dtype)
+            continue
+        marks = torch.randperm(shape.numel(), generator=generator) + next_mark
+        next_mark += shape.numel()
+        if is_integer and next_mark > torch.iinfo(example.dtype).max:
+            marks %= torch.iinfo(example.dtype).max  # some are equal, but not for each batch size
+        marked[name] = marks.to(example.dtype).view(shape)
+    return marked
 
 
-def _place_of(
-    key: str,
-    own: tuple[Tensor, Tensor, Tensor | None],
-    given: Mapping[Input, Tensor],
-    signature: Signature,
-) -> Places | None:
-    """Where the ids of a key are: in a tensor with a row for each sample; or, without a path, those of that key."""
-    ids, lengths, weights = own
-    brought = numbers_of(key) if key in signature.numbers else ids_of(key)
-    if brought in given:
-        is_same = torch.equal(ids, given[brought].to(ids.dtype))
-        is_same &= torch.equal(lengths.long(), given[lengths_of(signature.numbers.get(key, key))].long())
+def _source_of(
+    key: str, tensors: _KeyTensors, marked: Mapping[Input, Tensor], signature: Signature
+) -> IdColumns | None:
+    """The columns of a tensor that have the ids of a key; without a path if the key of the request has them."""
+    ids, lengths, weights = tensors
+    name = numbers_of(key) if key in signature.numbers else ids_of(key)
+    if name in marked:
+        is_same = torch.equal(ids, marked[name].to(ids.dtype))
+        is_same &= torch.equal(lengths.long(), marked[lengths_of(signature.numbers.get(key, key))].long())
         if weights is not None:
-            is_same &= weights_of(key) in given and torch.equal(weights.float(), given[weights_of(key)].float())
-        return Places("", ()) if is_same else None
+            is_same &= weights_of(key) in marked and torch.equal(weights.float(), marked[weights_of(key)].float())
+        return IdColumns("", ()) if is_same else None
     count = signature.fixed[key]
     if weights is not None or not count or len(ids) % count:
         return None
     if not (lengths.view(len(ids) // count, -1).sum(1) == count).all():
         return None
-    for each, marks in given.items():
-        if isinstance(each, str) and not marks.is_floating_point() and marks.dtype is not torch.bool:
-            rows = marks.reshape(len(marks), -1)
-            if len(ids) != len(rows) * count:
-                continue
-            places = [_column_of(rows, column) for column in ids.view(len(rows), count).unbind(1)]
-            if None not in places:
-                return Places(each, tuple(cast(list[int], places)))
+    for path, marks in marked.items():
+        if not isinstance(path, str) or marks.is_floating_point() or marks.dtype is torch.bool:
+            continue
+        rows = marks.reshape(len(marks), -1)
+        if len(ids) != len(rows) * count:
+            continue
+        columns = [_column_of(rows, column) for column in ids.view(len(rows), count).unbind(1)]
+        indices = tuple(column for column in columns if column is not None)
+        if len(indices) == len(columns):
+            return IdColumns(path, indices)
     return None
 
 
 def _column_of(rows: Tensor, numbers: Tensor) -> int | None:
-    """The column of a matrix that has some numbers."""
-    found = (rows == numbers[:, None]).all(0).nonzero().flatten().tolist()
-    return int(found[0]) if found else None
+    """The column of a matrix that has some numbers, or None."""
+    columns = (rows == numbers[:, None]).all(0).nonzero().flatten().tolist()
+    return int(columns[0]) if columns else None

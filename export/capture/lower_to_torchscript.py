@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from export.capture.call_signature import Signature
 from export.capture.graph_inputs import ids_of, numbers_of
 from export.capture.graph_nodes import answers_of, attribute_of, is_copy, is_random, is_writing, written
-from export.capture.row_counts import Answer, Input, rows_of_answers, served, shape_of
+from export.capture.row_counts import Answer, Input, rows_of_answers, served_answers, shape_of
 from export.capture.stub_collections import Collections, keys_of_features
 from export.capture.trace import EMBEDDINGS, TracedModel
 from export.errors import ModelError
@@ -63,7 +63,7 @@ def lower_to_torchscript(
     converter = _Converter(model, found, signature, collections, inputs)
     module, taken = converter.converted([(answers[name], dim) for name, (_, dim) in rows.items()])
     features = keys_of_features(collections)
-    return module, taken, served(rows, inputs, taken, lambda each: signature.key_of(each, features))
+    return module, taken, served_answers(rows, inputs, taken, lambda each: signature.key_of(each, features))
 
 
 class _Converter:
@@ -127,7 +127,7 @@ class _Converter:
 
     def _expect_no_lookup(self, node: fx.Node) -> None:
         """Refuse a step that changes ids, or a table, in place."""
-        placed = {each.path for each in self._signature.placed.values()}
+        placed = {each.path for each in self._signature.id_columns.values()}
         for root in written(node):
             table = self._tensor(root)
             if id(table) in self._tables:
@@ -154,12 +154,12 @@ class _Converter:
     def _take(self, needed: set[fx.Node]) -> tuple[Input, ...]:
         """Make the inputs of the graph; those that it takes."""
         taken: list[Input] = []
-        placed = {each.path for each in self._signature.placed.values()}
+        placed = {each.path for each in self._signature.id_columns.values()}
         asked: set[str] = set()
         for node, each in self._inputs.items():
             if node in needed and isinstance(each, str) and each in placed:
                 self._expect_placed(node, each)
-                asked |= {key for key, place in self._signature.placed.items() if place.path == each}
+                asked |= {key for key, place in self._signature.id_columns.items() if place.path == each}
             elif node in needed or each == EMBEDDINGS:
                 self._copies[node] = self._placeholder(each, node)
                 taken.append(each)
@@ -182,7 +182,9 @@ class _Converter:
 
     def _expect_placed(self, node: fx.Node, path: str) -> None:
         width = math.prod(node.meta["val"].shape[1:])
-        there = {number for each in self._signature.placed.values() if each.path == path for number in each.places}
+        there = {
+            number for each in self._signature.id_columns.values() if each.path == path for number in each.columns
+        }
         if there != set(range(width)):
             raise ModelError(
                 f"{type(self._model).__name__}: uses numbers of {path!r} that no collection looks up"
@@ -191,7 +193,7 @@ class _Converter:
 
     def _tensor_of(self, path: str, node: fx.Node) -> fx.Node:
         """The tensor of the example at `path`, made of the ids of the keys that are taken from it."""
-        taken = {key: each.places for key, each in self._signature.placed.items() if each.path == path}
+        taken = {key: each.columns for key, each in self._signature.id_columns.items() if each.path == path}
         columns = [self._method("view", self._copies[ids_of(key)], -1, len(each)) for key, each in taken.items()]
         every = columns[0] if len(columns) == 1 else self._operator(torch.ops.aten.cat, columns, 1)
         places = [place for each in taken.values() for place in each]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.capture.bags import Bags, have_as_many
+from export.capture.bags import Bags, have_same_lengths
 from export.capture.graph_nodes import has_none_of_the_numbers
-from export.capture.row_counts import Input, is_lengths, open_dims
-from export.capture.tensor_provenance import Parts
+from export.capture.row_counts import Input, is_lengths, symbolic_dims
+from export.capture.tensor_provenance import KjtParts
 from serving.bundle.scores import JaggedInput
 
 # Of a step, by dimension: whose ids its positions are.
@@ -40,7 +40,7 @@ def find_keys_of_inputs(
     inputs: Mapping[fx.Node, Input],
     key_of: Mapping[JaggedInput, str],
     numbers: Collection[str],
-    parts: Sequence[Parts],
+    parts: Sequence[KjtParts],
     bags: Bags,
 ) -> KeysOfInputs:
     """Read off a graph which keys numbers are of.
@@ -64,7 +64,7 @@ def find_keys_of_inputs(
     keys, undecided = dict[str, str](), dict[str, str]()
     for name in numbers:
         of = found.keys_of(name)
-        alike = [key for key in of if key in bags and have_as_many(bags[key], bags[name])]
+        alike = [key for key in of if key in bags and have_same_lengths(bags[key], bags[name])]
         if alike:
             keys[name] = alike[0]
         elif of:
@@ -126,7 +126,7 @@ def _join_by_size(
     rows: dict[Any, str] = {}
     for node, each in inputs.items():
         if isinstance(each, JaggedInput) and not is_lengths(each):
-            for size, dim in open_dims(node):
+            for size, dim in symbolic_dims(node):
                 if dim == 0:
                     found.join(rows.setdefault(size, key_of[each]), key_of[each])
     return rows
@@ -148,7 +148,7 @@ def _join_by_lengths(
         lengths.update(*(made_of[each] for each in parts if _is_integers(each) and len(made_of[each]) == 1))
         is_repeated = str(node.target).startswith("aten.repeat_interleave.")
         touched = [*(part for part in parts if _is_tensor(part)), *([node] if is_repeated else [])]
-        owners = {rows[size] for each in touched for size, dim in open_dims(each) if dim == 0 and size in rows}
+        owners = {rows[size] for each in touched for size, dim in symbolic_dims(each) if dim == 0 and size in rows}
         if len(lengths) == 1 and (len(touched) > 1 or is_repeated):
             for owner in owners:
                 found.join(owner, *lengths)
@@ -204,7 +204,7 @@ class _Padded:
         if first is None or not _is_tensor(first):
             return {}
         if name.startswith(_PADDING):
-            owner = {self._rows[size] for size, dim in open_dims(first) if dim == 0 and size in self._rows}
+            owner = {self._rows[size] for size, dim in symbolic_dims(first) if dim == 0 and size in self._rows}
             return {1: frozenset(owner)}
         own = self._of.get(first, {})
         if name in _PRODUCTS:

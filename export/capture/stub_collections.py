@@ -1,4 +1,4 @@
-"""Collections that look nothing up: they answer with what they are told, as TorchRec's answer."""
+"""Stubs for collections: they look nothing up, and return what they are told in the form of TorchRec's answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,12 +20,12 @@ class Columns:
     """The answers of a collection.
 
     Attributes:
-        names: as TorchRec names them.
-        features: the feature of each, as the bundle names it.
-        keys: the key that each reads.
-        dims: the columns of each.
-        spans: the columns of each within those of all pooled features side by side, [first, last). Of a collection
-            that does not pool, none.
+        names: of the answers, as TorchRec names them.
+        features: the feature of each answer, as the bundle names it.
+        keys: the key that each answer is looked up for.
+        dims: the number of columns of each answer.
+        spans: the columns of each answer among those of all pooled features side by side, [first, last). Empty for a
+            collection that does not pool.
     """
 
     names: Sequence[str]
@@ -53,12 +53,12 @@ Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
 
 @contextmanager
 def stubbed(collections: Collections, answer: Answer) -> Iterator[None]:
-    """Have collections answer with what `answer` says: a KeyedTensor, or JaggedTensors by name."""
+    """In the block, collections return what `answer` returns: a KeyedTensor, or JaggedTensors by name."""
 
     def forward_of(collection: nn.Module, columns: Columns) -> Callable[..., Any]:
         def forward(features: KeyedJaggedTensor, *_: object, **__: object) -> Any:
-            found = answer(collection, columns, features)
-            return (found, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else found
+            result = answer(collection, columns, features)
+            return (result, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else result
 
         return forward
 
@@ -66,68 +66,68 @@ def stubbed(collections: Collections, answer: Answer) -> Iterator[None]:
         for collection, columns in collections.items():
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
-        ours = {"concat": staticmethod(RequestKjt.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
-        stack.enter_context(patched(KeyedJaggedTensor, **ours, sync=_unsynced))
+        static = {"concat": staticmethod(RequestKjt.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
+        stack.enter_context(patched(KeyedJaggedTensor, **static, sync=_unsynced))
         yield
 
 
 def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     """As KeyedJaggedTensor.from_jt_dict, for any number of samples."""
-    return kjt_of_bags({key: bag_of(each) for key, each in jt_dict.items()})
+    return kjt_of_bags({key: bag_of(jagged) for key, jagged in jt_dict.items()})
 
 
 def _unsynced(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """As KeyedJaggedTensor.sync, which counts the ids of each key: it does so when it is asked, too."""
+    """As KeyedJaggedTensor.sync, but without counting the ids of each key: the KJT counts them when it needs them."""
     return kjt
 
 
 def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
-    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D].
+    """The answer of a collection that pools, from the embeddings of all pooled features, [B, D].
 
-    It is float32, whatever the dtype of the tables, as TorchRec's.
+    It is float32, whatever the dtype of the tables, as TorchRec's answers are.
     """
-    pieces = [pooled[:, first:last].float() for first, last in joined(columns.spans)]
+    pieces = [pooled[:, first:last].float() for first, last in merge_spans(columns.spans)]
     return KeyedTensor(
         list(columns.names), list(columns.dims), pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     )
 
 
-def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring columns as one span."""
-    found: list[tuple[int, int]] = []
+def merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of columns, with neighbours merged into one."""
+    merged: list[tuple[int, int]] = []
     for first, last in spans:
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], last)
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], last)
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
-def jagged_tensors(columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
+def jagged_tensors(columns: Columns, kjt: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
     """The answer of a collection that does not pool: float32, whatever the dtype of its tables.
 
     Args:
         columns: of the collection.
-        given: what it is called with.
+        kjt: what it is called with.
         rows: of each feature, floats [n, dim].
     """
-    lengths = given.lengths().view(len(given.keys()), -1)
-    place = {key: number for number, key in enumerate(given.keys())}
+    lengths = kjt.lengths().view(len(kjt.keys()), -1)
+    index_of_key = {key: index for index, key in enumerate(kjt.keys())}
+
+    def lengths_of(key: str) -> Tensor:
+        return kjt.bags[key].lengths if isinstance(kjt, RequestKjt) else lengths[index_of_key[key]]
+
     return {
-        name: JaggedTensor(rows[feature].float(), lengths=_lengths_of(given, key, lengths, place))
+        name: JaggedTensor(rows[feature].float(), lengths=lengths_of(key))
         for name, feature, key in zip(columns.names, columns.features, columns.keys, strict=True)
     }
 
 
-def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapping[str, int]) -> Tensor:
-    return given.given[key].lengths if isinstance(given, RequestKjt) else lengths[place[key]]
-
-
-def zeros_of(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
-    """What a collection would answer, if its rows were zeros."""
+def zeros_of(collection: nn.Module, columns: Columns, kjt: KeyedJaggedTensor) -> Any:
+    """The answer of a collection whose rows are zeros."""
     if not is_sequence(collection):
         width = max((last for _, last in columns.spans), default=0)
-        return keyed_tensor(columns, torch.zeros(given.stride(), width))
-    sizes = {key: len(each.ids) for key, each in bags_of(given).items()}
+        return keyed_tensor(columns, torch.zeros(kjt.stride(), width))
+    sizes = {key: len(bag.ids) for key, bag in bags_of(kjt).items()}
     features = zip(columns.features, columns.keys, columns.dims, strict=True)
-    return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features})
+    return jagged_tensors(columns, kjt, {feature: torch.zeros(sizes[key], dim) for feature, key, dim in features})

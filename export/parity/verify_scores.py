@@ -83,7 +83,7 @@ def verify_scores(
 def _answers(program: DenseProgram, given: DenseInputs) -> tuple[Outputs, Outputs]:
     """The scores of requests that are merged, and of each alone; by output, one request after another."""
     sizes = split_sizes(given.samples)
-    pieces = [given.at(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
+    pieces = [given.select(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
     inputs = [[tensor.numpy() for tensor in piece.tensors(program.part.jagged)[1:]] for piece in pieces]
     together = program.score(given.embeddings.numpy(), inputs, sizes)
     return _joined(together), _joined([_scores(program, piece) for piece in pieces])

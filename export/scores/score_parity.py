@@ -146,7 +146,9 @@ def measure_outputs(
                 )
     exact, served = answers[0]
     probe = probes[0]
-    parts = [serve(probe.at(part)) for part in torch.split(torch.arange(probe.samples), split_sizes(probe.samples))]
+    parts = [
+        serve(probe.select(part)) for part in torch.split(torch.arange(probe.samples), split_sizes(probe.samples))
+    ]
     outputs = []
     for name, numbers in exact.items():
         alone = np.concatenate([part[name] for part in parts])

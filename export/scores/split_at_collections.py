@@ -14,7 +14,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.capture.bags import kjt_of_bags
 from export.capture.graph_inputs import DenseInputs
-from export.capture.stub_collections import Columns, joined
+from export.capture.stub_collections import Columns, merge_spans
 from export.capture.trace import EMBEDDINGS
 from export.errors import ModelError, first_line
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph
@@ -133,7 +133,7 @@ def _replace_calls(
         with graph.inserting_before(node):
             parts = [
                 graph.call_function(torch.narrow, (embeddings, 1, first, last - first))
-                for first, last in joined(columns.spans)
+                for first, last in merge_spans(columns.spans)
             ]
             pooled = parts[0] if len(parts) == 1 else graph.call_function(torch.cat, (parts, 1))
             if isinstance(collection, BaseManagedCollisionEmbeddingCollection):

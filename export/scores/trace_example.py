@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.bags import Bag
-from export.capture.call_signature import Signature, read_signature
+from export.capture.call_signature import Signature
 from export.capture.graph_inputs import DenseInputs, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph_nodes import rows_read_by
 from export.capture.id_provenance import locate_ids, with_shared_lengths
 from export.capture.lower_to_torchscript import lower_to_torchscript
 from export.capture.output_names import named_outputs, renamed_outputs
 from export.capture.per_id_inputs import KeysOfInputs, find_keys_of_inputs
-from export.capture.row_counts import Answer, Input, Sizes
+from export.capture.read_signature import read_signature
+from export.capture.row_counts import Answer, Input, RowCounts
 from export.capture.stub_collections import Collections, keys_of_features
 from export.capture.trace import EMBEDDINGS, TracedModel, trace_model
 from export.config import Example
@@ -89,7 +90,9 @@ class TracedExample:
         key_of_feature = keys_of_features(self.collections)
         used = {self.signature.key_of(jagged, key_of_feature) for jagged in subgraph.jagged}
         fixed = {
-            key: count for key, count in self.signature.fixed.items() if key in used or key in self.signature.placed
+            key: count
+            for key, count in self.signature.fixed.items()
+            if key in used or key in self.signature.id_columns
         }
         signature = replace(self.signature, fixed=fixed)
         return _random_inputs(signature, self.collections, _PROBE_SAMPLES, subgraph.input_names)
@@ -166,7 +169,7 @@ class TracedExample:
 
     def _notes(self, used: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
         signature = self.signature
-        paths_of_ids = {places.path for places in signature.placed.values()}
+        paths_of_ids = {source.path for source in signature.id_columns.values()}
         unused = [path for path in signature.by_sample if path not in used and path not in paths_of_ids]
         if unused:
             yield f"example: requests do not bring {', '.join(unused)}: no score needs it"
@@ -208,7 +211,7 @@ def trace_example(model: nn.Module, collections: Collections, example: Example) 
     if owners.keys:
         signature = replace(signature, numbers=owners.keys)
         inputs, graph = _trace(model, collections, signature)
-    sizes = Sizes(graph.module.graph, graph.inputs, signature, keys_of_features(collections))
+    sizes = RowCounts(graph.module.graph, graph.inputs, signature, keys_of_features(collections))
     signature = replace(signature, fixed=sizes.fixed(), first=sizes.first())
     signature = with_shared_lengths(signature, graph, inputs, collections)
     signature = locate_ids(model, signature, graph, inputs, collections)
@@ -325,7 +328,7 @@ def _random_inputs(
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(signature.samples, (samples,), generator=generator)
     chosen[: signature.samples] = torch.arange(min(samples, signature.samples))
-    bags = {key: _traceable(bag.at(chosen)) for key, bag in signature.bags().items()}
+    bags = {key: _traceable(bag.select(chosen)) for key, bag in signature.bags().items()}
     width = max((last for columns in collections.values() for _, last in columns.spans), default=0)
     keys: dict[str, str] = {}
     rows: dict[str, Tensor] = {}

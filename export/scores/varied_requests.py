@@ -32,8 +32,8 @@ def varied_requests(inputs: DenseInputs, collections: Collections) -> Iterator[t
     with_other_ids = replace(inputs, bags=bags)
     yield "with other ids", with_other_ids
     for request in (inputs, with_other_ids):
-        one_sample = request.at(torch.tensor([0]))
-        three_samples = request.at(torch.arange(3))
+        one_sample = request.select(torch.tensor([0]))
+        three_samples = request.select(torch.arange(3))
         yield "of one sample", one_sample
         yield "of one sample without ids", _with_lengths(one_sample, lambda _: [0])
         yield "with one id for each sample", _with_lengths(three_samples, lambda _: [1, 1, 1])
