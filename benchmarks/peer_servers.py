@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.server.child_process import malloc_of
+from serving.server.child_process import malloc_environment
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).parent / "peers"
@@ -155,7 +155,7 @@ def running(peer: Peer, folder: Path, log: Path) -> Iterator[str]:
 
 
 def _environment(peer: Peer, folder: Path) -> dict[str, str]:
-    return {**malloc_of(), **os.environ} | {
+    return {**malloc_environment(), **os.environ} | {
         "PATH": f"{peer.environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(HERE),
         "BENCH_TABLES": str(folder),

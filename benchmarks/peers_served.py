@@ -14,7 +14,7 @@ from benchmarks.peer_servers import ENVIRONMENT, HERE, NOISY, Peer, running
 from benchmarks.peer_workload import MODEL, PeerWorkload
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.server import Ports, run_server
-from serving.server.child_process import malloc_of
+from serving.server.child_process import malloc_environment
 
 NOTHING = "donothing"
 # Numbers of samples and of clients.
@@ -140,7 +140,7 @@ def drive(folder: Path, candidates: Mapping[str, Any], rounds: int, loads: Loads
     path.write_text(json.dumps(plan))
     command = [str(ENVIRONMENT / "bin" / "python"), str(HERE / "drive.py"), str(path)]
     # It has the servers' malloc: it shares their cores, and with glibc's a large answer costs it as much again.
-    environment = {**malloc_of(), **os.environ}
+    environment = {**malloc_environment(), **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE, env=environment)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr[-2000:]}")

@@ -26,7 +26,7 @@ from serving.errors import ServingError
 from serving.requests.encoding import Features
 from serving.requests.types import Tensors
 from serving.server import Ports, Server, Supervisor, run_server
-from serving.server.child_process import GLIBC, malloc_of
+from serving.server.child_process import GLIBC, malloc_environment
 
 SAMPLES = (1, 16, 128)
 CLIENTS = (1, 8, 32, 128)
@@ -93,7 +93,7 @@ def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
 
 def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Result]:
     """A server with tcmalloc, where this machine has it, and one with glibc's malloc, in turn."""
-    if malloc_of() == GLIBC:
+    if malloc_environment() == GLIBC:
         return
     with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME]) as with_tcmalloc:
         os.environ.update(GLIBC, LD_PRELOAD="")

@@ -20,7 +20,7 @@ from serving.errors import BundleError, ConfigurationError, ServerUnavailable, S
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
 from serving.model.config_file import CONFIG, Pins, read_config
-from serving.server.health_http import Condition
+from serving.server.health_state import HealthState
 from serving.server.versions import said_versions
 from serving.store import Progress, Store, versions_in
 from serving.terminal.app import bytes_bar, out
@@ -133,19 +133,19 @@ class Mirror:
                     path.unlink(missing_ok=True)
         return all_gone
 
-    def keep(self, log: logging.Logger, every_s: float, conditions: Sequence[Condition] = ()) -> NoReturn:
+    def keep(self, log: logging.Logger, every_s: float, health_states: Sequence[HealthState] = ()) -> NoReturn:
         """Pull again and again. A problem is logged once, as long as it stays the same.
 
         Args:
             log: takes what was brought, and problems.
             every_s: seconds between two looks at the store.
-            conditions: of the servers that serve what is brought. They tell when the store was read, or this began.
+            health_states: of the servers that serve what is fetched. They show when the store was last read.
         """
         problem = "" if self.problem is None else str(self.problem)
         is_read = True
         while True:
-            for condition in conditions if is_read else ():
-                condition.note_read(self._store.url, time.time())
+            for health in health_states if is_read else ():
+                health.note_store_read(self._store.url, time.time())
             time.sleep(every_s)
             is_read = False
             try:

@@ -37,8 +37,7 @@ from serving.server import (
 from serving.server.drain import MOST_S
 from serving.server.local_hosts import FleetSupervisor
 from serving.server.private_folder import Trust
-from serving.server.releases import ReleaseFollower
-from serving.server.versions import ReleaseFile, read_releases, released_versions
+from serving.server.releases import ReleaseFile, ReleaseFollower, read_releases, released_versions
 from serving.tables.memory_need import SHM_BYTES
 from serving.terminal.app import out
 from serving.terminal.options import shared_options
@@ -236,7 +235,7 @@ def run(
         print_json(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         if mirror is not None and unload_after_s is not None:
-            told = (log, every_s or _EVERY_S, [server.condition for server in servers.values()])
+            told = (log, every_s or _EVERY_S, [server.health for server in servers.values()])
             threading.Thread(target=mirror.keep, args=told, name="store", daemon=True).start()
         code = supervisor.wait()
     raise typer.Exit(code if code >= 0 else 128 - code)

@@ -18,7 +18,7 @@ from serving.log import Output
 
 # Sets the properties of a process, and executes a program in it. `preexec_fn` would run Python between fork(2) and
 # execve(2), beside what gRPC and other threads left there. A child died of it by SIGSEGV.
-SET_UP = (sys.executable, "-I", "-S", str(Path(__file__).with_name("process_setup.py")))
+SETUP_COMMAND = (sys.executable, "-I", "-S", str(Path(__file__).with_name("process_setup.py")))
 
 # Memory of past requests is kept for the next ones. Memory that is returned to Linux must be mapped again page by
 # page, which slows large requests. Triton's own pool would keep any size for ever. glibc keeps this much, mallopt(3):
@@ -63,7 +63,7 @@ class Child:
         self.output.drain()
 
 
-def malloc_of(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
+def malloc_environment(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
     """Environment variables for the memory of a server and its models: tcmalloc if it is there, or else glibc's.
 
     Args:
@@ -111,8 +111,8 @@ class Launch:
     def start(self, options: Sequence[str] = ()) -> Child:
         """Start a process, with further options."""
         process = subprocess.Popen(
-            [*SET_UP, str(os.getpid()), str(self.shm_bytes), *self.command, *options],
-            env={**malloc_of(), **os.environ, **self.environment},
+            [*SETUP_COMMAND, str(os.getpid()), str(self.shm_bytes), *self.command, *options],
+            env={**malloc_environment(), **os.environ, **self.environment},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -40,7 +40,7 @@ _SAYS_S = 10.0
 _MISSING_S = 5.0
 
 
-class Applied(NamedTuple):
+class AppliedDeltas(NamedTuple):
     """What a live copy is at.
 
     Attributes:
@@ -69,7 +69,7 @@ class Applied(NamedTuple):
         return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
 
 
-_METRICS: tuple[tuple[str, str, str, Callable[[Applied], float]], ...] = (
+_METRICS: tuple[tuple[str, str, str, Callable[[AppliedDeltas], float]], ...] = (
     ("tbe_delta_sequence", "gauge", "Number of the newest delta that is applied", lambda each: each.sequence),
     ("tbe_delta_newest", "gauge", "Number of the newest delta that is there", lambda each: each.newest),
     ("tbe_delta_lag_seconds", "gauge", "Age of the oldest delta that is not applied", lambda each: each.lag_s),
@@ -79,7 +79,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Applied], float]], ...] = (
 )
 
 
-class LiveCopies:
+class DeltaService:
     """The live copies of a server.
 
     Args:
@@ -111,10 +111,10 @@ class LiveCopies:
         # The folder of the deltas, and what is shown in its place: where a store has them.
         self._shown = str(deltas), str(deltas)
         self.environment = {LIVE_SERVER: self._name, LIVE_DELTAS: str(deltas)}
-        self.applied: list[Applied] = []
+        self.applied: list[AppliedDeltas] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """In the block, keep a delta writer running while there are copies."""
         thread = threading.Thread(target=self._keep, name="delta writer", daemon=True)
         thread.start()
@@ -126,8 +126,8 @@ class LiveCopies:
             remove_unused_live_copies()
 
     @contextmanager
-    def brought(
-        self, store: DeltaStore, models: Sequence[Path], note_read: Callable[[str, float], None]
+    def fetching(
+        self, store: DeltaStore, models: Sequence[Path], note_store_read: Callable[[str, float], None]
     ) -> Iterator[None]:
         """Bring the deltas of live models that are in a store; and in the block, those that come.
 
@@ -137,7 +137,7 @@ class LiveCopies:
         Args:
             store: has them.
             models: their folders in the repository.
-            note_read: is told the URL of the store whenever it was read, and when.
+            note_store_read: is told the URL of the store whenever it was read, and when.
 
         Raises:
             ServerUnavailable: the store cannot be reached, and was never asked for a lineage.
@@ -152,14 +152,14 @@ class LiveCopies:
             while not ended.is_set():
                 try:
                     if self._bring(store, models):
-                        note_read(store.url, time.time())
+                        note_store_read(store.url, time.time())
                     said = ""
                 except Exception as error:
                     if not began.is_set():
                         failed.append(error)
                         read = [store.last_read(lineage) for model in models for lineage in lineages(model)]
                         if isinstance(error, ServerUnavailable) and None not in read:
-                            note_read(store.url, min(filter(None, read)))
+                            note_store_read(store.url, min(filter(None, read)))
                             failed.clear()
                     said = self._say_unread(error, said)
                 finally:
@@ -214,7 +214,7 @@ class LiveCopies:
             self._log.warning("no new deltas can be brought: %s", error, extra={"event": "pull_failed"})
         return str(error)
 
-    def _look(self, copies: Iterable[Path]) -> list[Applied]:
+    def _look(self, copies: Iterable[Path]) -> list[AppliedDeltas]:
         if time.monotonic() >= self._next_listing:
             self._next_listing = time.monotonic() + _LISTS_S
             self._steps.clear()
@@ -224,7 +224,7 @@ class LiveCopies:
                 found.append(self._applied(state))
         return found
 
-    def _applied(self, state: State) -> Applied:
+    def _applied(self, state: State) -> AppliedDeltas:
         about, sequence = state.about, state.sequence
         folder = Path(about.deltas)
         with suppress(OSError):  # the delta writer says so; or it was removed
@@ -239,7 +239,7 @@ class LiveCopies:
         newest = max(waiting, default=sequence)
         stopped = state.stopped.replace(*self._shown)
         sha256 = state.written.get(sequence, "")
-        found = Applied(about, sequence, sha256, newest, since, state.rows, state.refused, stopped)
+        found = AppliedDeltas(about, sequence, sha256, newest, since, state.rows, state.refused, stopped)
         if not found.stopped and found.lag_s > _MISSING_S and reached(steps, sequence) == sequence:
             missing = str(delta_path(folder, sequence + 1)).replace(*self._shown)
             return found._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
@@ -258,7 +258,7 @@ class LiveCopies:
             ]
         return "".join(lines).encode()
 
-    def said(self) -> list[str]:
+    def stopped_lines(self) -> list[str]:
         """A line for each copy to which no further delta is applied."""
         return [
             f"{each.about.model} {each.about.version}: deltas are applied up to {each.sequence}: {each.stopped}"

@@ -6,15 +6,20 @@ finishes its calls and connects elsewhere (GOAWAY; MAX_CONNECTION_AGE of gRPC's 
 connection is left.
 """
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from serving.errors import ConfigurationError
+from serving.server.port_handover import PortHandover
 from serving.triton.command_line import RENEWAL_AGE_MS, connection_age_of
 
 LEAST_S, MOST_S = 2.0, 3600.0
 # Of the whole time: that in which new connections are accepted, and the age of a connection. gRPC draws each
 # connection's age from 0.9 to 1.1 of that. What is left is for the last calls.
 ACCEPTING, _AGE = 0.5, 0.3
+# Seconds after the last new connection until all of them are seen.
+_REACHED_S = 1.0
 
 
 def connection_age_ms(drain_s: float, *, renews: bool) -> int | None:
@@ -51,3 +56,36 @@ def check_drain(drain_s: float, options: Sequence[str]) -> float:
             f"{connection_age_s:g} s: leave --grpc-max-connection-age out, or drain for longer"
         )
     return connection_age_s
+
+
+@dataclass(slots=True)
+class Drain:
+    """A server that drains before it stops.
+
+    Attributes:
+        drain_s: the longest time, in seconds.
+        port_handover: of its gRPC port. None: new connections cannot be refused, so it drains for the whole time.
+        began: when it began to, by `time.monotonic`.
+    """
+
+    drain_s: float
+    port_handover: PortHandover | None
+    began: float
+    _refuses: bool = False
+
+    def is_over(self, processes: list[int]) -> bool:
+        """Do what is due. Returns whether no connection is left, or the time is up.
+
+        Args:
+            processes: the tritonservers that may have connections.
+        """
+        passed_s = time.monotonic() - self.began
+        if passed_s >= self.drain_s:
+            return True
+        accepting_s = ACCEPTING * self.drain_s
+        if self.port_handover is None or passed_s < accepting_s:
+            return False
+        if not self._refuses:
+            self.port_handover.refuse()
+            self._refuses = True
+        return passed_s >= accepting_s + _REACHED_S and not any(map(self.port_handover.has_connections, processes))

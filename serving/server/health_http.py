@@ -17,18 +17,16 @@ import hmac
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import ConfigurationError, ServingError
-from serving.server.access import Access, ServerTls
-from serving.server.delta_service import LiveCopies
+from serving.server.access import Access
+from serving.server.health_state import Answer, HealthState
 
 if TYPE_CHECKING:
     import h11
@@ -41,116 +39,19 @@ _MOST, _PATIENCE_S = 64, 10.0
 _MOST_HANDSHAKES, _HANDSHAKE_S = 256, 5.0
 # Bytes of a request's headers, and bytes that are read at once.
 _HEADERS_BYTES, _READ_BYTES = 16 << 10, 4 << 10
-# Seconds until a supervisor that does not look after its server is dead.
-_SILENT_S = 60.0
 # A router's replicas by host, in its metrics: see `serving.backend.host_metrics`.
 _REPLICAS_UP = "tbe_host_replicas_up{"
-
-Answer = tuple[int, bytes]
-
-
-@dataclass(slots=True)
-class Condition:
-    """What a server can do now. Whoever starts and watches it says so here, and the operations port reads it.
-
-    Attributes:
-        server: why tritonserver does not serve. None: it does.
-        models: why models do not serve, by name. Others do.
-        is_draining: whether it was told to stop, and still answers.
-        is_stopping: whether it stops.
-        seen: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
-        tls: the certificate that tritonserver reads as it starts. None: it has none.
-        restarts: how often tritonserver was started anew.
-        certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
-            has none, or is not started yet.
-        store_read: when each store that it follows was last read, Unix time, by URL.
-        releases: of each model whose release is followed, why it is not served. None: it is.
-        copies: its live copies. None: it has none.
-        context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
-            has none.
-    """
-
-    server: str | None = "starting"
-    models: dict[str, str] = field(default_factory=dict)
-    is_draining: bool = False
-    is_stopping: bool = False
-    seen: float | None = None
-    tls: ServerTls | None = None
-    restarts: int = 0
-    certificate_expires: float | None = None
-    store_read: dict[str, float] = field(default_factory=dict)
-    releases: dict[str, str | None] = field(default_factory=dict)
-    copies: LiveCopies | None = None
-    context: ssl.SSLContext | None = None
-
-    def note_start(self) -> None:
-        """A tritonserver is about to start: it reads the certificate now, and not again."""
-        if self.tls is not None:
-            with suppress(OSError, ValueError, ServingError):  # tritonserver says so
-                replace(self.tls)  # a pair that does not fit would leave the context without a key
-                if self.context is not None:
-                    self.context.load_cert_chain(self.tls.certificate, self.tls.private_key)
-                self.certificate_expires = self.tls.expires()
-
-    def note_read(self, store: str, at: float) -> None:
-        """A store was read, in Unix time."""
-        self.store_read[store] = at
-
-    def live(self) -> Answer:
-        """The answer to `/livez`."""
-        silent_s = 0.0 if self.seen is None else time.monotonic() - self.seen
-        if silent_s > _SILENT_S:
-            return (
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"not alive: nobody has looked after tritonserver for {silent_s:.0f} s\n".encode(),
-            )
-        return HTTPStatus.OK, b"alive\n"
-
-    def ready(self) -> Answer:
-        """The answer to `/readyz`."""
-        reasons = [f"model {model!r}: {why}" for model, why in sorted(self.models.copy().items())]
-        if self.server is not None:
-            reasons = [self.server]
-        if self.is_draining:
-            reasons = ["draining: requests are still answered"]
-        if self.is_stopping:
-            reasons = ["stopping"]
-        if reasons:
-            return HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"not ready: {why}\n" for why in reasons).encode()
-        return HTTPStatus.OK, b"ready\n"
-
-    def metrics(self) -> bytes:
-        """The metrics of the server as a whole, which are there while tritonserver is not."""
-        is_ready = self.ready()[0] == HTTPStatus.OK
-        found = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
-        found.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
-        if self.certificate_expires is not None:
-            name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
-            found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
-        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found]
-        if read := self.store_read.copy():
-            name, text = "tbe_store_read_timestamp_seconds", "When a store was last read that is followed, Unix time"
-            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
-            lines += [f'{name}{{store="{url}"}} {at:.0f}\n' for url, at in sorted(read.items())]
-        if releases := self.releases.copy():
-            name, text = (
-                "tbe_release_failed",
-                "Whether a release that is followed is refused or cannot be served: 1 or 0",
-            )
-            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
-            lines += [f'{name}{{model="{model}"}} {why is not None:d}\n' for model, why in sorted(releases.items())]
-        return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
 
 
 @contextmanager
 def operations_port(
-    listener: socket.socket, condition: Condition, scrape: Callable[[], bytes], access: Access
+    listener: socket.socket, health: HealthState, scrape: Callable[[], bytes], access: Access
 ) -> Iterator[None]:
     """Answer on a socket, on a thread of its own, until the block ends.
 
     Args:
         listener: a socket that is bound.
-        condition: of the server.
+        health: of the server.
         scrape: the server's metrics in Prometheus' text format; may raise ServingError.
         access: whether there is TLS, and a token.
 
@@ -160,13 +61,13 @@ def operations_port(
     if find_spec("h11") is None:  # clients and exports go without
         raise ConfigurationError("h11 is not installed, which the operations port needs: `pip install h11`")
     if access.operations_tls:
-        condition.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    condition.note_start()
-    port = _Port(condition, scrape, access.operations_token)
+        health.tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    health.reload_certificate()
+    port = _Port(health, scrape, access.operations_token)
     listens: Future[Callable[[], object]] = Future()
     thread = threading.Thread(
         target=asyncio.run,
-        args=(port.serve(listener, condition.context, listens),),
+        args=(port.serve(listener, health.tls_context, listens),),
         name="operations port",
         daemon=True,
     )
@@ -182,8 +83,8 @@ def operations_port(
 class _Port:
     """Answers connections, of which it keeps a bounded number."""
 
-    def __init__(self, condition: Condition, scrape: Callable[[], bytes], token: str | None) -> None:
-        self._condition = condition
+    def __init__(self, health: HealthState, scrape: Callable[[], bytes], token: str | None) -> None:
+        self._health = health
         self._scrape = scrape
         self._authorization = None if token is None else f"Bearer {token}".encode()
         # The connections, oldest first.
@@ -258,7 +159,7 @@ class _Port:
         path, _, query = request.target.partition(b"?")
         match path:
             case b"/livez":
-                status, body = self._condition.live()
+                status, body = self._health.live()
             case b"/readyz":
                 status, body = await self._ready(query == b"verbose")
             case b"/metrics":
@@ -268,20 +169,20 @@ class _Port:
         return status, body, request.method == b"HEAD"
 
     async def _ready(self, is_verbose: bool) -> Answer:
-        status, said = self._condition.ready()
+        status, said = self._health.ready()
         if is_verbose and status == HTTPStatus.OK:
             with suppress(ServingError):
                 said += _lost_hosts(await asyncio.to_thread(self._scrape))
-            problems = sorted(self._condition.releases.copy().items())
+            problems = sorted(self._health.release_problems.copy().items())
             said += "".join(f"release: model {model!r}: {why}\n" for model, why in problems if why).encode()
-            if (copies := self._condition.copies) is not None:
-                said += "".join(f"stopped: {line}\n" for line in copies.said()).encode()
+            if (copies := self._health.deltas) is not None:
+                said += "".join(f"stopped: {line}\n" for line in copies.stopped_lines()).encode()
         return status, said
 
     async def _metrics(self, authorization: bytes) -> Answer:
         if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):
             return HTTPStatus.UNAUTHORIZED, b"expected the token: `Authorization: Bearer TOKEN`\n"
-        page = self._condition.metrics()
+        page = self._health.metrics()
         with suppress(ServingError):  # tritonserver is started anew: `tbe_ready` says so
             page += await asyncio.to_thread(self._scrape)
         return HTTPStatus.OK, page

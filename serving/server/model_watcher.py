@@ -89,7 +89,7 @@ class ModelWatcher:
                 if self._ended.is_set():
                     return
             self.has_loaded = True
-            self._server.condition.server = None
+            self._server.health.server_problem = None
             while not self._ended.wait(_PERIOD_S):
                 self._check()
         except (DeadlineExceeded, ServerUnavailable) as error:
@@ -143,7 +143,7 @@ class ModelWatcher:
             self._complain(error)
             return
         self._seen, self._has_complained = time.monotonic(), False
-        self._server.condition.server = None
+        self._server.health.server_problem = None
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # dead at two checks in a row: at one, it may be unloading
@@ -174,7 +174,7 @@ class ModelWatcher:
         silent_s = time.monotonic() - self._seen
         if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
-            self._server.condition.server = "tritonserver does not answer"
+            self._server.health.server_problem = "tritonserver does not answer"
             self._log.warning(
                 "cannot see its models, so one that dies will not be loaded anew: %s",
                 error,
@@ -224,10 +224,10 @@ class ModelWatcher:
         )
         since = time.monotonic()
         self._server.note_recovery(model, why)
-        self._server.condition.models[model] = f"{why}; it is loaded anew"
+        self._server.health.model_problems[model] = f"{why}; it is loaded anew"
         with self._server.loading[model]:
             self._load(model, since)
-        del self._server.condition.models[model]
+        del self._server.health.model_problems[model]
 
     def _load(self, model: str, since: float) -> None:
         """Load a model that died, or was given up, at `since` by time.monotonic()."""

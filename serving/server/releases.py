@@ -3,19 +3,89 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
-from serving.bundle.release import Release
-from serving.errors import ServerUnavailable, ServingError
+from serving.bundle.release import Release, read_release, release_path
+from serving.bundle.signature import TrustedKeys
+from serving.errors import BundleError, ServerUnavailable, ServingError
+from serving.model.config_file import Pins
 from serving.server.running_server import Server
-from serving.server.versions import ReleaseFile, released_versions, switch
+from serving.server.versions import switch
 
 _PERIOD_S = 1.0
 _LOAD_TIMEOUT_S = 600.0
 # Longest pause, in seconds, before a release that cannot be loaded is tried again. The first is _PERIOD_S, and it
 # doubles each time.
 _LONGEST_PAUSE_S = 60.0
+
+
+# Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.
+_SETTLED_S = 1.0
+
+
+class ReleaseFile:
+    """The release file of one model. A release that is older than one that was read before is refused.
+
+    Args:
+        model: its folder in the repository, not in a private folder.
+        keys: a PEM file of public keys. One of them must have signed the release. None: no signature is needed.
+
+    Attributes:
+        model: the model's name.
+        newest: the newest release that was read. None: there was none.
+    """
+
+    def __init__(self, model: Path, keys: Path | None) -> None:
+        self.model = model.name
+        self.newest: Release | None = None
+        self._folder, self._keys = model, keys
+
+    def read(self) -> None:
+        """Read the file, and set `newest`.
+
+        Raises:
+            BundleError: it cannot be read, is gone, is not signed, or is older than one that was read before.
+            ConfigurationError: the keys cannot be read.
+        """
+        try:
+            self._read()
+        except BundleError:
+            time.sleep(_SETTLED_S)
+            self._read()
+
+    def _read(self) -> None:
+        trusted = None if self._keys is None else TrustedKeys.read(self._keys)
+        found, before = read_release(self._folder, trusted), self.newest
+        if before is not None and found != before:
+            path = release_path(self._folder)
+            if found is None:
+                raise BundleError(f"{path}: is gone: release again, `tbe-export release`")
+            if found.sequence <= before.sequence:
+                raise BundleError(
+                    f"{path}: expected a sequence above {before.sequence}, got {found.sequence}: it is older than "
+                    "the present one, somebody put it back: release again, `tbe-export release`"
+                )
+        self.newest = found
+
+
+def read_releases(repository: Path, models: Iterable[str], keys: Path | None) -> tuple[ReleaseFile, ...]:
+    """The release files of `models`, which were read once.
+
+    Raises:
+        BundleError: one cannot be read, or is not signed.
+        ConfigurationError: the keys cannot be read.
+    """
+    files = tuple(ReleaseFile(repository.absolute() / model, keys) for model in models)
+    for file in files:
+        file.read()
+    return files
+
+
+def released_versions(files: Iterable[ReleaseFile]) -> Pins:
+    """The versions that releases say, by model. A model without a release is left out."""
+    return {file.model: file.newest.versions for file in files if file.newest is not None}
 
 
 class ReleaseFollower:
@@ -33,8 +103,8 @@ class ReleaseFollower:
         self._followed = [_Followed(file, unload_after_s, self._tell) for file in files]
         released = released_versions(files)
         pinned = {model: versions for model, versions in server.run_file.pinned.items() if model not in released}
-        server.kept.note(pinned=pinned, released=released)
-        server.condition.releases = {file.model: None for file in files}
+        server.run_file_writer.update(pinned=pinned, released=released)
+        server.health.release_problems = {file.model: None for file in files}
 
     def start(self) -> None:
         """Begin to follow."""
@@ -48,7 +118,7 @@ class ReleaseFollower:
         while not self._ended.wait(_PERIOD_S):
             for each in self._followed:
                 each.follow(self._server)
-                self._server.condition.releases[each.model] = each.problem
+                self._server.health.release_problems[each.model] = each.problem
 
     def _tell(self, level: int, event: str, model: str, line: str, release: Release | None = None) -> None:
         if not self._ended.is_set():  # a server that stops loads nothing
@@ -129,7 +199,7 @@ class _Followed:
         self._present = release
         self._unload_at = time.monotonic() + self._unload_after_s if older else None
         self._say_of_loading(None)
-        server.kept.note(released={**server.run_file.released, self._file.model: release.versions})
+        server.run_file_writer.update(released={**server.run_file.released, self._file.model: release.versions})
         until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
         said = f"serves {_listed(release)}, as released{until}"
         self._tell(logging.INFO, "released", self._file.model, said, release)

@@ -17,12 +17,13 @@ from serving.log import close_log, server_log
 from serving.model.config_file import OURS, Pins, check_pins, find_models, read_config, settings_of
 from serving.server.access import Access
 from serving.server.child_process import Launch, signals_deferred
-from serving.server.delta_service import LiveCopies
+from serving.server.delta_service import DeltaService
 from serving.server.drain import check_drain
-from serving.server.health_http import Condition, operations_port
+from serving.server.health_http import operations_port
+from serving.server.health_state import HealthState
 from serving.server.ports import Ports, free_endpoints
 from serving.server.private_folder import Trust, private_folder
-from serving.server.run_file import KeptRunFile, RunFile
+from serving.server.run_file import RunFile, RunFileWriter
 from serving.server.running_server import FIRST_REGIONS, Server
 from serving.server.shared_memory import region_prefix
 from serving.server.startup import CONTROL_TIMEOUT_S, make_ready
@@ -100,11 +101,10 @@ def run_server(
         if not isinstance(log, logging.Logger):
             log = server_log(log)
             stack.callback(close_log, log)
-        condition = Condition(tls=access.tls)
-        folders = [repository / model for model in models]
-        copies = stack.enter_context(_live_copies(folders, deltas, environment, log, condition))
+        health = HealthState(tls=access.tls)
+        copies = stack.enter_context(_live_copies(repository, models, deltas, environment, log, health))
         scrape = partial(metrics_page, endpoints.metrics, CONTROL_TIMEOUT_S)
-        stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
+        stack.enter_context(operations_port(endpoints.listener, health, scrape, access))
         regions = stack.enter_context(region_prefix())
         launch = Launch(
             command=[
@@ -128,8 +128,8 @@ def run_server(
             operations=endpoints.operations,
             control_address=endpoints.control,
             metrics_address=endpoints.metrics,
-            gate=endpoints.gate,
-            condition=condition,
+            port_handover=endpoints.port_handover,
+            health=health,
             key=key,
             launch=launch,
             certificates=tuple(_certificates(access, served, models)),
@@ -141,28 +141,32 @@ def run_server(
             private=private,
         )
         stack.enter_context(_started(server, untold))
-        server.kept = stack.enter_context(KeptRunFile(_run_file(server, repository, pins, hosts)).kept())
+        writer = RunFileWriter(_run_file(server, repository, pins, hosts))
+        server.run_file_writer = stack.enter_context(writer.published())
         make_ready(server, untold, told, ready_timeout_s)
         yield server
 
 
 @contextlib.contextmanager
 def _live_copies(
-    models: Sequence[Path],
+    repository: Path,
+    models: Sequence[str],
     deltas: Path | str | None,
     environment: Mapping[str, str],
     log: logging.Logger,
-    condition: Condition,
-) -> Iterator[LiveCopies]:
+    health: HealthState,
+) -> Iterator[DeltaService]:
     """The live copies of models, to which deltas are applied in the block: of a folder, or of a store by its URL."""
-    deltas = deltas or deltas_folder(models[0].parent)
+    deltas = deltas or deltas_folder(repository)
     store = store_of(deltas)
     folder = Path(deltas) if store is None else store.folder
-    condition.copies = copies = LiveCopies(folder.absolute(), environment, log)
+    health.deltas = copies = DeltaService(folder.absolute(), environment, log)
     with contextlib.ExitStack() as stack:
         if store is not None:
-            stack.enter_context(copies.brought(store, models, condition.note_read))
-        stack.enter_context(copies.kept())
+            stack.enter_context(
+                copies.fetching(store, [repository / model for model in models], health.note_store_read)
+            )
+        stack.enter_context(copies.running())
         yield copies
 
 

@@ -89,7 +89,7 @@ class RunFile(Strict, frozen=True):
         return f"RunFile({self.grpc})"
 
 
-class KeptRunFile:
+class RunFileWriter:
     """The run file of a running server, as the process that started the server writes it.
 
     Args:
@@ -106,7 +106,7 @@ class KeptRunFile:
         self._writing = threading.Lock()
         self._has_ended = False
 
-    def note(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> None:
         """Change attributes of the content. If the file cannot be written, the server goes on without."""
         with self._writing, suppress(OSError, ConfigurationError):
             self.content = msgspec.structs.replace(self.content, **changes)
@@ -116,7 +116,7 @@ class KeptRunFile:
     def restore(self) -> None:
         """Write the file again if it was removed."""
         if not self._path.exists():
-            self.note()
+            self.update()
 
     def _write(self) -> None:
         _own_folder(self._path.parent)
@@ -129,7 +129,7 @@ class KeptRunFile:
             self._locked = stack.pop_all()
 
     @contextmanager
-    def kept(self) -> Iterator["KeptRunFile"]:
+    def published(self) -> Iterator["RunFileWriter"]:
         """Write the file, and remove it when the block ends. Files of servers that were killed are removed, too.
 
         Raises:

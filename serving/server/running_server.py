@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from serving.server.access import expect_usable
 from serving.server.child_process import Child, Launch
-from serving.server.health_http import Condition
-from serving.server.ports import Gate
+from serving.server.health_state import HealthState
+from serving.server.port_handover import PortHandover
 from serving.server.private_folder import PrivateFolder
-from serving.server.run_file import KeptRunFile, Recovery, RunFile
+from serving.server.run_file import Recovery, RunFile, RunFileWriter
 from serving.server.shared_memory import remove_regions
+from serving.server.tls import expect_usable
 from serving.triton.command_line import http_options, metrics_options, region_options
 from serving.triton.control import UNIX, UNLOADED, Control, VersionState
 
@@ -76,8 +76,8 @@ class Server:
         http: address, "host:port". None: clients may not use HTTP.
         control_address: the address of its control API, see `Control`.
         metrics_address: the Unix socket of Triton's metrics.
-        gate: of its gRPC port. None: no second process can share it.
-        condition: what the operations port says of it.
+        port_handover: of its gRPC port. None: no second process can share it.
+        health: what the operations port says of it.
         key: the key of its restricted protocols. Each server has a new one.
         launch: how its process is started.
         certificates: the files of certificates, authorities and keys that its process and its models read as they
@@ -91,7 +91,7 @@ class Server:
         child: its present process.
         read: the digest of `certificates` just before that started.
         started: when its first process was started, in Unix time.
-        kept: its run file, which other commands read.
+        run_file_writer: writes its run file, which other commands read.
         loading: a lock for each model. It is held while the model is loaded.
         models: its models when it became ready.
         warnings: lines to show to the operator.
@@ -102,8 +102,8 @@ class Server:
     operations: str
     control_address: str
     metrics_address: str
-    gate: Gate | None = field(repr=False)
-    condition: Condition = field(repr=False)
+    port_handover: PortHandover | None = field(repr=False)
+    health: HealthState = field(repr=False)
     key: str = field(repr=False)
     launch: Launch = field(repr=False)
     certificates: tuple[Path, ...]
@@ -116,7 +116,7 @@ class Server:
     child: Child = field(init=False)
     read: bytes = field(init=False, repr=False)
     started: float = field(default_factory=time.time)
-    kept: KeptRunFile = field(init=False, repr=False)
+    run_file_writer: RunFileWriter = field(init=False, repr=False)
     loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Server:
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """Its present process. `start_anew` replaces it."""
+        """Its present process. `restart` replaces it."""
         return self.child.process
 
     def control(self, timeout_s: float) -> Control:
@@ -149,8 +149,8 @@ class Server:
         own = [*metrics_options(self.metrics_address), *region_options(self.regions)]
         if self.control_address in at_unix:
             own += http_options(self.control_address)
-        if self.gate is not None:
-            self.gate.before_start()
+        if self.port_handover is not None:
+            self.port_handover.hold_ipv6()
         self.read = self.digest()
         self.child = self.launch.start([*own, *options])
 
@@ -168,23 +168,23 @@ class Server:
         Raises:
             ConfigurationError: they do not fit, cannot be read, or are not valid now.
         """
-        if self.condition.tls is not None:
-            replace(self.condition.tls)  # a pair that fits
+        if self.health.tls is not None:
+            replace(self.health.tls)  # a pair that fits
         for each in self.certificates:
             expect_usable(each)
 
-    def start_anew(self, options: Sequence[str] = ()) -> None:
+    def restart(self, options: Sequence[str] = ()) -> None:
         """Replace a process that has ended. The new one has the same addresses and key. Arguments: as `start`."""
         self.end()
-        self.condition.restarts += 1
-        self.condition.note_start()
-        if self.gate is not None:
-            self.gate.start()
+        self.health.restarts += 1
+        self.health.reload_certificate()
+        if self.port_handover is not None:
+            self.port_handover.direct_to_next()
         self.start(options)
-        self.kept.note(process=self.process.pid)
+        self.run_file_writer.update(process=self.process.pid)
 
-    def beside(self) -> "Server":
-        """A second process of this server, which has no model yet. It shares the gRPC port by the `gate`.
+    def replacement(self) -> "Server":
+        """A second process of this server, which has no model yet. It shares the gRPC port by the `port_handover`.
 
         Call this from a thread that outlives the process, as `start`.
         """
@@ -194,22 +194,22 @@ class Server:
             metrics_address=f"{self.metrics_address}{_NEXT}",
             regions=self.regions.translate(_OTHER),
         )
-        second.kept = self.kept
+        second.run_file_writer = self.run_file_writer
         second.start()
         return second
 
-    def take(self, second: "Server") -> "Server":
-        """Make the process of a second server `beside` this one its own. New connections come to that from now on.
+    def adopt(self, second: "Server") -> "Server":
+        """Make the process of `second`, a `replacement` of this server, its own. New connections go to that process.
 
         Returns:
-            The process of before, which goes on answering on the connections that it has. `end` it.
+            The process before, which still answers on the connections that it has. `end` it.
 
         Raises:
             OSError: one of the two processes has just ended. Nothing has changed.
         """
-        assert self.gate is not None  # noqa: S101  as for `beside`
+        assert self.port_handover is not None  # noqa: S101  as for `replacement`
         before = copy.copy(self)
-        self.gate.hand_over(self.process.pid)
+        self.port_handover.hand_over(self.process.pid)
         for following, present in (
             (second.control_address, self.control_address),
             (second.metrics_address, self.metrics_address),
@@ -217,18 +217,18 @@ class Server:
             Path(following.removeprefix(UNIX)).rename(present.removeprefix(UNIX))
         second.control_address, second.metrics_address = self.control_address, self.metrics_address
         self.child, self.regions, self.read = second.child, second.regions, second.read
-        self.condition.note_start()
-        self.kept.note(process=self.process.pid)
+        self.health.reload_certificate()
+        self.run_file_writer.update(process=self.process.pid)
         return before
 
     @property
     def run_file(self) -> RunFile:
         """The content of its run file."""
-        return self.kept.content
+        return self.run_file_writer.content
 
     def note_recovery(self, model: str | None, why: str) -> None:
         """Record in the run file that a model is loaded again. `model` is None if tritonserver is started again."""
-        self.kept.note(
+        self.run_file_writer.update(
             recoveries=self.run_file.recoveries + 1, last_recovery=Recovery(model=model, why=why, at=time.time())
         )
 

@@ -37,16 +37,16 @@ def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: flo
     try:
         _wait_until_ready(server, models, timeout_s)
     except _Killed as error:
-        server.start_anew(model_options(models))
+        server.restart(model_options(models))
         _wait_until_ready(server, models, timeout_s)
         again.append(f"{error}; it was started once more")
     is_erased = erase_from_command_line(server.process, server.key, has_started=True)
     _load_told(server, told, timeout_s)
     server.models = _ready_models(server) or ()
-    server.condition.server = None
-    if server.gate is not None and not server.gate.is_shared_with(server.process.pid):
-        server.gate.close()
-        server.gate = None
+    server.health.server_problem = None
+    if server.port_handover is not None and not server.port_handover.can_direct_to(server.process.pid):
+        server.port_handover.close()
+        server.port_handover = None
     server.warnings = (*again, *_warnings(server, is_erased))
 
 
@@ -60,9 +60,9 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
         )
     if is_open(server.regions):
         yield "users of this machine can read requests and rows in /dev/shm: a sandbox forbids seccomp(2) here"
-    if server.condition.tls is not None and (server.gate is None or not server.certificates):
+    if server.health.tls is not None and (server.port_handover is None or not server.certificates):
         yield "a renewed certificate is served after the next start: HTTP is on, or a sandbox forbids to share a port"
-    if server.drain_s and server.gate is None:
+    if server.drain_s and server.port_handover is None:
         yield (
             "--drain-s: new connections cannot be refused, since a sandbox forbids to share a port: a client that "
             "connects again while the server drains may lose calls"

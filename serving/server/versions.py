@@ -1,8 +1,7 @@
-"""The versions that a model's release file says, and how a running server switches to other versions."""
+"""Switch a running server to other versions of a model."""
 
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,81 +9,12 @@ from typing import Any
 
 from serving.backend.recorder import check_capture
 from serving.bundle.load import open_bundle, versions
-from serving.bundle.release import Release, read_release, release_path
-from serving.bundle.signature import TrustedKeys
-from serving.errors import BundleError
 from serving.files import locked_file
-from serving.model.config_file import OURS, Pins, as_json, point_at, read_config, settings_of
+from serving.model.config_file import OURS, as_json, point_at, read_config, settings_of
 from serving.requests.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
 from serving.server.private_folder import PrivateFolder
 from serving.triton.control import UNIX, Control
-
-# Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.
-_SETTLED_S = 1.0
-
-
-class ReleaseFile:
-    """The release file of one model. A release that is older than one that was read before is refused.
-
-    Args:
-        model: its folder in the repository, not in a private folder.
-        keys: a PEM file of public keys. One of them must have signed the release. None: no signature is needed.
-
-    Attributes:
-        model: the model's name.
-        newest: the newest release that was read. None: there was none.
-    """
-
-    def __init__(self, model: Path, keys: Path | None) -> None:
-        self.model = model.name
-        self.newest: Release | None = None
-        self._folder, self._keys = model, keys
-
-    def read(self) -> None:
-        """Read the file, and set `newest`.
-
-        Raises:
-            BundleError: it cannot be read, is gone, is not signed, or is older than one that was read before.
-            ConfigurationError: the keys cannot be read.
-        """
-        try:
-            self._read()
-        except BundleError:
-            time.sleep(_SETTLED_S)
-            self._read()
-
-    def _read(self) -> None:
-        trusted = None if self._keys is None else TrustedKeys.read(self._keys)
-        found, before = read_release(self._folder, trusted), self.newest
-        if before is not None and found != before:
-            path = release_path(self._folder)
-            if found is None:
-                raise BundleError(f"{path}: is gone: release again, `tbe-export release`")
-            if found.sequence <= before.sequence:
-                raise BundleError(
-                    f"{path}: expected a sequence above {before.sequence}, got {found.sequence}: it is older than "
-                    "the present one, somebody put it back: release again, `tbe-export release`"
-                )
-        self.newest = found
-
-
-def read_releases(repository: Path, models: Iterable[str], keys: Path | None) -> tuple[ReleaseFile, ...]:
-    """The release files of `models`, which were read once.
-
-    Raises:
-        BundleError: one cannot be read, or is not signed.
-        ConfigurationError: the keys cannot be read.
-    """
-    files = tuple(ReleaseFile(repository.absolute() / model, keys) for model in models)
-    for file in files:
-        file.read()
-    return files
-
-
-def released_versions(files: Iterable[ReleaseFile]) -> Pins:
-    """The versions that releases say, by model. A model without a release is left out."""
-    return {file.model: file.newest.versions for file in files if file.newest is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +35,7 @@ def switch(
     private: PrivateFolder | None = None,
     hosts: Mapping[str, str] | None = None,
 ) -> Switched:
-    """Serve exactly the `wanted` versions of a model, and those `beside` them.
+    """Serve exactly the `wanted` versions of a model, and those `replacement` them.
 
     The old versions serve until all new ones are ready, so that no request fails.
 
@@ -136,7 +66,7 @@ def switch(
 
 @contextmanager
 def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
-    """In the block, no other process takes the place of the one that `control` reaches (`Server.take`).
+    """In the block, no other process takes the place of the one that `control` reaches (`Server.adopt`).
 
     Args:
         control: a server's control API. Where it is no Unix socket, no process takes the place of another.

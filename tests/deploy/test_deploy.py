@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.__main__ import app
-from serving.server.health_http import Condition
+from serving.server.health_state import HealthState
 from serving.triton.command_line import exit_timeout_of
 from tests.requirements.test_setup import pins
 from tests.serving.server.test_health_http import listening
@@ -211,12 +211,12 @@ def test_an_image_is_healthy_as_the_operations_port_says() -> None:
         for line in (DEPLOY / name).read_text().splitlines()
         if line.strip().startswith('CMD ["bash"')
     }
-    condition = Condition()
-    with listening(condition) as (host, port):
+    health = HealthState()
+    with listening(health) as (host, port):
         command = [each.replace("127.0.0.1/8002", f"{host}/{port}") for each in json.loads(said.removeprefix("CMD "))]
         assert any(str(port) in each for each in command)
         assert subprocess.run(command, check=False).returncode == 1
-        condition.server = None
+        health.server_problem = None
         assert subprocess.run(command, check=False).returncode == 0
     assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 1
 

@@ -56,7 +56,7 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
     assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
     assert outcome.statuses["OK"] > COUNT // 50
     assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
-    copies = server.condition.copies
+    copies = server.health.deltas
     assert copies is not None
     assert len(copies.applied) == len(models)
     assert all(each.rows > 0 and not each.stopped for each in copies.applied)

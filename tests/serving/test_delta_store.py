@@ -43,7 +43,7 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.log import server_log
 from serving.model.settings import ServingSettings, WeightsMemory
-from serving.server.delta_service import LiveCopies
+from serving.server.delta_service import DeltaService
 from serving.store import Store
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
@@ -377,12 +377,12 @@ def test_a_server_that_starts_beside_a_pruned_store_has_all(
     (folder,) = (store.folder / "m").iterdir()
     for number in range(1, 10):  # is one of these read, the server stops
         delta_path(folder, number).write_bytes(b"nothing")
-    copies = LiveCopies(store.folder, {}, server_log(tmp_path / "log"))
+    copies = DeltaService(store.folder, {}, server_log(tmp_path / "log"))
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)
     with (
-        copies.kept(),
-        copies.brought(store, [bundle.parent], lambda *_: None),
+        copies.running(),
+        copies.fetching(store, [bundle.parent], lambda *_: None),
         Engine.open(bundle, memory=WeightsMemory.LIVE) as engine,
     ):
         assert (engine.rows("t", range(1000)) == 12).all()

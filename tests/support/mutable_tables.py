@@ -24,7 +24,7 @@ from serving.bundle.delta import ChangedRows
 from serving.bundle.lineage import deltas_folder
 from serving.log import LogFormat, close_log, server_log
 from serving.model.settings import ServingSettings
-from serving.server.delta_service import Applied, LiveCopies
+from serving.server.delta_service import AppliedDeltas, DeltaService
 from tests.support.models import Spec, collection
 
 PATIENCE_S = 60.0
@@ -103,18 +103,20 @@ def changing_nothing(bundle: Path) -> Iterator[None]:
 
 
 @contextmanager
-def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch, form: LogFormat = LogFormat.TEXT) -> Iterator[LiveCopies]:
+def applying(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, form: LogFormat = LogFormat.TEXT
+) -> Iterator[DeltaService]:
     """Keep a delta writer for the engines of this process and its children, as a server does."""
     log = server_log(bundle.parent.parent.parent / "delta_writer.log", form)
-    copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, log)
+    copies = DeltaService(deltas_folder(bundle.parent.parent), {}, log)
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)
-    with copies.kept():
+    with copies.running():
         yield copies
     close_log(log)
 
 
-def wait_until(copies: LiveCopies, holds: Callable[[Applied], bool]) -> Applied:
+def wait_until(copies: DeltaService, holds: Callable[[AppliedDeltas], bool]) -> AppliedDeltas:
     """What the only copy is at, once that holds."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -124,7 +126,7 @@ def wait_until(copies: LiveCopies, holds: Callable[[Applied], bool]) -> Applied:
     raise AssertionError(copies.applied)
 
 
-def wait_until_applied(copies: LiveCopies, sequence: int) -> Applied:
+def wait_until_applied(copies: DeltaService, sequence: int) -> AppliedDeltas:
     """What the only copy is at, once that delta is applied."""
     return wait_until(copies, lambda found: found.sequence >= sequence)
 

@@ -20,7 +20,7 @@ from serving.client import LookupClient
 from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.server import Server, run_server
-from serving.server.health_http import Condition
+from serving.server.health_state import HealthState
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, collection
 from tests.support.servers import FREE, lens, metric, raw_request, row, scrape
@@ -131,10 +131,10 @@ def pages(first_scrape: str, routed: Server) -> str:
     return (
         first_scrape
         + scrape(routed)
-        + Condition(
+        + HealthState(
             certificate_expires=time.time(),
             store_read={"s3://bucket/models": time.time()},
-            releases={"m": None},
+            release_problems={"m": None},
         )
         .metrics()
         .decode()

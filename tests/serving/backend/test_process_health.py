@@ -17,7 +17,7 @@ from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, stood
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.server.child_process import GLIBC, malloc_of
+from serving.server.child_process import GLIBC, malloc_environment
 from serving.triton.stubs import living_stubs
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
@@ -196,7 +196,7 @@ with ThreadPoolExecutor(4) as pool:
 """
 
 
-@pytest.mark.parametrize("malloc", [malloc_of(), GLIBC], ids=["tcmalloc", "glibc"])
+@pytest.mark.parametrize("malloc", [malloc_environment(), GLIBC], ids=["tcmalloc", "glibc"])
 def test_what_malloc_keeps_beyond_a_bound_is_given_back(malloc: dict[str, str]) -> None:
     command = [sys.executable, "-c", _MUCH_IS_FREED]
     said = subprocess.check_output(command, env=os.environ | {"LD_PRELOAD": ""} | malloc, text=True, cwd=ROOT)

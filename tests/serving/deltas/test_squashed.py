@@ -25,7 +25,7 @@ from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.model.settings import WeightsMemory
-from serving.server.delta_service import LiveCopies
+from serving.server.delta_service import DeltaService
 from serving.tables import delta_writer
 from serving.tables.mutable_tables import LiveCopy, remove_unused_live_copies
 from tests.support.commands import tbe_export
@@ -79,7 +79,7 @@ def check(engine: Engine, before: npt.NDArray[np.floating[Any]], last: int = LAS
 @contextmanager
 def without_delta_writer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopy]:
     """The live copy of a bundle, to which nobody writes but the block."""
-    server = LiveCopies(deltas_folder(bundle.parent.parent), {}, logging.getLogger())
+    server = DeltaService(deltas_folder(bundle.parent.parent), {}, logging.getLogger())
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     live = LiveCopy.take(bundle, open_bundle(bundle).manifest, "")

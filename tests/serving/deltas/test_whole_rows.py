@@ -25,7 +25,7 @@ from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.log import server_log
 from serving.model.settings import WeightsMemory
-from serving.server.delta_service import LiveCopies
+from serving.server.delta_service import DeltaService
 from serving.tables import delta_writer, live_state, mutable_tables
 from serving.tables.huge_page_copy import open_locked
 from serving.tables.live_state import State
@@ -195,7 +195,7 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
 def test_a_server_without_a_delta_writer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutable_tables, "_CATCH_UP_S", 0.2)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
-    copies = LiveCopies(tmp_path, {}, server_log())
+    copies = DeltaService(tmp_path, {}, server_log())
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ServerUnavailable, match="no deltas were applied for a minute"):

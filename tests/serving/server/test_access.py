@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from serving.errors import ConfigurationError
 from serving.server import Access, ServerTls
-from serving.server.access import expect_usable
+from serving.server.tls import expect_usable
 from serving.triton.command_line import RESTRICTED
 from tests.support.certificates import write_certificates
 

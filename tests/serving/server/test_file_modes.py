@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving.server.child_process import SET_UP
+from serving.server.child_process import SETUP_COMMAND
 
 MADE = """
 import os, sys
@@ -35,7 +35,7 @@ print(*modes)
 
 def test_what_triton_does_to_the_program_of_its_python_backend_is_left_out(tmp_path: Path) -> None:
     """By chmod(2) or fchmodat(2), as the C library has it."""
-    set_up = [*SET_UP, str(os.getpid()), str(1 << 20)]
+    set_up = [*SETUP_COMMAND, str(os.getpid()), str(1 << 20)]
     command = [*set_up, sys.executable, "-c", EXECUTABLE, str(tmp_path / "file")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(mode) for mode in (0o640, 0o700, 0o700, 0o200)]
@@ -46,7 +46,7 @@ def test_a_program_opens_no_file_to_all_as_boost_does_and_all_else_is_done(tmp_p
     command = [sys.executable, "-c", MADE, str(tmp_path / "file")]
     shell = str(shutil.which("sh"))
     for within in ([], [shell, "-c", '"$0" "$@"; exit $?']):
-        set_up = [*SET_UP, str(os.getpid()), str(1 << 20)]
+        set_up = [*SETUP_COMMAND, str(os.getpid()), str(1 << 20)]
         done = subprocess.run([*set_up, *within, *command], capture_output=True, text=True, check=True)
         assert done.stdout.split() == [str(mode) for mode in (0o600, 0o600, 0o640, 0o640, 0o604)]
         (tmp_path / "file").unlink()

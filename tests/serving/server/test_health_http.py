@@ -20,7 +20,8 @@ from hypothesis.strategies import binary, builds, just
 
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.server import Access, ServerTls, health_http
-from serving.server.health_http import Condition, operations_port
+from serving.server.health_http import operations_port
+from serving.server.health_state import HealthState
 from tests.support.certificates import write_certificates
 
 PAGE = b"""# HELP tbe_host_replicas_up Replicas that answer
@@ -40,14 +41,14 @@ PATIENT_S = 60
 
 @contextmanager
 def listening(
-    condition: Condition | None = None, access: Access | None = None, page: bytes = PAGE
+    health: HealthState | None = None, access: Access | None = None, page: bytes = PAGE
 ) -> Iterator[tuple[str, int]]:
     """An operations port; its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         access = access or Access()
-        condition = condition or Condition(server=None, tls=access.tls)
-        port = operations_port(listener, condition, lambda: page, access)
+        health = health or HealthState(server_problem=None, tls=access.tls)
+        port = operations_port(listener, health, lambda: page, access)
         with port:
             yield listener.getsockname()
 
@@ -73,29 +74,29 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
 
 
 def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -> None:
-    condition = Condition()
-    with listening(condition) as address:
+    health = HealthState()
+    with listening(health) as address:
         ready, live = url_of(address, "/readyz"), url_of(address, "/livez")
         assert asked(ready) == (503, "not ready: starting\n")
         assert asked(live) == (200, "alive\n")
-        condition.server = None
+        health.server_problem = None
         assert asked(ready) == (200, "ready\n")
-        condition.models = {"b": "a process of its died; it is loaded anew", "a": "it was paused"}
+        health.model_problems = {"b": "a process of its died; it is loaded anew", "a": "it was paused"}
         assert asked(ready) == (
             503,
             "not ready: model 'a': it was paused\nnot ready: model 'b': a process of its died; it is loaded anew\n",
         )
-        condition.models.clear()
-        condition.is_stopping = True
+        health.model_problems.clear()
+        health.is_stopping = True
         assert asked(ready) == (503, "not ready: stopping\n")
         assert asked(live) == (200, "alive\n")
 
 
 def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
-    with listening(Condition(server=None, seen=time.monotonic() - 61)) as address:
+    with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 61)) as address:
         status, said = asked(url_of(address, "/livez"))
         assert (status, said[:40]) == (503, "not alive: nobody has looked after trito")
-    with listening(Condition(server=None, seen=time.monotonic() - 1)) as address:
+    with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 1)) as address:
         assert asked(url_of(address, "/livez"))[0] == 200
 
 
@@ -120,32 +121,32 @@ def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
     def scrape() -> bytes:
         raise ServerUnavailable("tritonserver: no answer: gone")
 
-    condition = Condition(server="tritonserver died; it is started anew", restarts=2)
+    health = HealthState(server_problem="tritonserver died; it is started anew", restarts=2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        with operations_port(listener, condition, scrape, Access()):
+        with operations_port(listener, health, scrape, Access()):
             url = url_of(listener.getsockname(), "")
             page = OWN.replace(b"ready 1", b"ready 0").replace(b"total 0", b"total 2")
             assert asked(f"{url}/metrics") == (200, page.decode())
-            condition.server = None
+            health.server_problem = None
             assert asked(f"{url}/readyz?verbose") == (200, "ready\n")
 
 
 def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: Path) -> None:
     """A file that was renewed since is not what is served."""
-    condition = Condition(tls=tls_of(pems))
-    condition.note_start()
+    health = HealthState(tls=tls_of(pems))
+    health.reload_certificate()
     seen = x509.load_pem_x509_certificate((pems / "server.pem").read_bytes()).not_valid_after_utc.timestamp()
     line = f"\ntbe_certificate_expires_timestamp_seconds {seen:.0f}\n".encode()
-    assert line in condition.metrics()
+    assert line in health.metrics()
     renewed = write_certificates(pems / "renewed", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
     for name in ("server.pem", "server.key"):
         (pems / name).write_bytes((renewed / name).read_bytes())
-    assert line in condition.metrics()
-    condition.note_start()
-    assert line not in condition.metrics()
+    assert line in health.metrics()
+    health.reload_certificate()
+    assert line not in health.metrics()
     (pems / "server.pem").unlink()
-    condition.note_start()  # tritonserver itself says that it cannot be read
+    health.reload_certificate()  # tritonserver itself says that it cannot be read
 
 
 @pytest.mark.parametrize(
@@ -261,10 +262,10 @@ def tls_of(pems: Path) -> ServerTls:
 def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
     access = Access(tls=tls_of(pems), operations_tls=True)
-    condition = Condition(server=None, tls=access.tls)
-    with listening(condition, access) as address:
+    health = HealthState(server_problem=None, tls=access.tls)
+    with listening(health, access) as address:
         assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
-        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (condition.metrics() + PAGE).decode())
+        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (health.metrics() + PAGE).decode())
         with pytest.raises((http.client.HTTPException, OSError)):
             asked(url_of(address, "/readyz"))
     with listening(access=Access(tls=tls_of(pems))) as address:  # gRPC has it, this has not
@@ -288,25 +289,25 @@ def test_handshakes_that_never_end_take_a_bounded_number_of_files(
 def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> None:
     """What the metric says is what both serve."""
     access = Access(tls=tls_of(pems), operations_tls=True)
-    condition = Condition(tls=access.tls)
+    health = HealthState(tls=access.tls)
     old = write_certificates(pems / "old", expires=datetime.now(UTC) + timedelta(days=2), server="127.0.0.1")
 
     def served(address: tuple[str, int]) -> float:
         pem = ssl.get_server_certificate(address, timeout=PATIENT_S)
         return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
 
-    with listening(condition, access) as address:
-        before = condition.certificate_expires
+    with listening(health, access) as address:
+        before = health.certificate_expires
         assert served(address) == before
         renewed = write_certificates(pems / "new", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
         for name in ("server.pem", "server.key"):
             (pems / name).write_bytes((renewed / name).read_bytes())
         assert served(address) == before
-        condition.note_start()
-        assert served(address) == condition.certificate_expires != before
+        health.reload_certificate()
+        assert served(address) == health.certificate_expires != before
         (pems / "server.pem").write_bytes((old / "server.pem").read_bytes())  # whose key is another
-        condition.note_start()
-        assert served(address) == condition.certificate_expires != before
+        health.reload_certificate()
+        assert served(address) == health.certificate_expires != before
 
 
 @pytest.mark.promise("With an operations token, metrics require it and probes do not")
@@ -360,6 +361,6 @@ def test_a_port_that_was_taken_meanwhile_is_said() -> None:
         other.bind(("127.0.0.1", 0))
         listener.bind(other.getsockname())
         other.listen()
-        port = operations_port(listener, Condition(), lambda: PAGE, Access())
+        port = operations_port(listener, HealthState(), lambda: PAGE, Access())
         with pytest.raises(ConfigurationError, match=r"--operations-port \d+: cannot listen on 127\.0\.0\.1"), port:
             pass

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from serving.server import Access
-from serving.server.ports import Gate, free_ports
+from serving.server.port_handover import PortHandover
+from serving.server.ports import free_ports
 from tests.support.servers import FREE
 
 
@@ -64,12 +65,12 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
     """Through six handovers; whoever ends, and whenever."""
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(free_ports(Access(), FREE)).grpc
-        gate = Gate(host, port)
-        stack.callback(gate.close)
+        handover = PortHandover(host, port)
+        stack.callback(handover.close)
         is_mapped = host == "127.0.0.1" and socket.has_dualstack_ipv6()
 
         def start(name: str) -> "subprocess.Popen[str]":
-            gate.before_start()
+            handover.hold_ipv6()
             family, address = ("AF_INET6", f"::ffff:{host}") if is_mapped else ("AF_INET", host)
             command = [sys.executable, "-c", _LISTENING, family, address, str(port), name]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -86,7 +87,7 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
         assert answers(port) == {"turned away": 1}
         before = len(gate_sockets(port))
         present = start("0")
-        assert gate.is_shared_with(present.pid)
+        assert handover.can_direct_to(present.pid)
         for name in "123456":
             held = socket.create_connection(("127.0.0.1", port))
             stack.callback(held.close)
@@ -97,32 +98,32 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
             assert answers(port) == {str(int(name) - 1): 50}
             following = start(name)
             assert answers(port) == {str(int(name) - 1): 50}
-            gate.hand_over(present.pid)
+            handover.hand_over(present.pid)
             assert answers(port) == {name: 50}
-            assert gate.has_connections(present.pid)
+            assert handover.has_connections(present.pid)
             end(present)
-            assert not gate.has_connections(present.pid)
+            assert not handover.has_connections(present.pid)
             assert answers(port) == {name: 50}
-            gate.settle()
+            handover.predecessor_ended()
             assert answers(port) == {name: 50}
             assert len(gate_sockets(port)) == before + int(name)  # one stays of each handover
             present = following
-        gate.hand_over(present.pid)  # to a process that dies before the one before has ended
+        handover.hand_over(present.pid)  # to a process that dies before the one before has ended
         end(present)
         assert answers(port) == {"turned away": 1}
-        gate.start()
+        handover.direct_to_next()
         present = start("anew")
         assert answers(port) == {"anew": 50}
         following = start("last")
-        gate.hand_over(present.pid)
+        handover.hand_over(present.pid)
         end(present)
-        gate.settle()
+        handover.predecessor_ended()
         assert answers(port) == {"last": 50}
-        assert not gate.has_connections(following.pid)
+        assert not handover.has_connections(following.pid)
         following.send_signal(signal.SIGSTOP)  # it accepts nothing
         held = socket.create_connection(("127.0.0.1", port))
         stack.callback(held.close)
-        assert gate.has_connections(following.pid)
+        assert handover.has_connections(following.pid)
 
 
 def gate_sockets(port: int) -> list[int]:

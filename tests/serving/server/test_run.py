@@ -25,7 +25,7 @@ from serving.errors import (
     TritonserverFailed,
 )
 from serving.server import Ports, Server, run_server, startup
-from serving.server.child_process import GLIBC, malloc_of
+from serving.server.child_process import GLIBC, malloc_environment
 from serving.server.run import expect_not_hidden
 from serving.server.running_server import ServedModel
 from tests.support.long_cases import one_in
@@ -196,6 +196,6 @@ def test_a_server_and_its_models_have_tcmalloc_where_it_is_there(
 
 
 def test_glibc_s_malloc_keeps_memory_where_there_is_no_tcmalloc(tmp_path: Path) -> None:
-    assert malloc_of([str(tmp_path)]) == GLIBC
+    assert malloc_environment([str(tmp_path)]) == GLIBC
     (tmp_path / "libtcmalloc.so.4").touch()
-    assert malloc_of(["/absent", str(tmp_path)])["LD_PRELOAD"] == str(tmp_path / "libtcmalloc.so.4")
+    assert malloc_environment(["/absent", str(tmp_path)])["LD_PRELOAD"] == str(tmp_path / "libtcmalloc.so.4")

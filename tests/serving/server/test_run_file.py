@@ -13,7 +13,7 @@ import pytest
 from serving.errors import ConfigurationError
 from serving.files import open_file
 from serving.server import run_file as run_file_module
-from serving.server.run_file import KeptRunFile, RunFile, find_run_file
+from serving.server.run_file import RunFile, RunFileWriter, find_run_file
 from tests.support.servers import apart
 
 KEY = "0123456789abcdef"
@@ -26,7 +26,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
 
 
 def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         (folder,) = tmp_path.iterdir()
         (file,) = folder.iterdir()
         assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -38,19 +38,19 @@ def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_pa
 
 
 def test_the_key_is_not_sent_to_another_machine(run_file: RunFile) -> None:
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         assert find_run_file("10.0.0.1:8001") is None
         assert find_run_file("lookup.example:8001") is None
 
 
 def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: RunFile) -> None:
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         (folder,) = tmp_path.iterdir()
         folder.chmod(0o755)
         assert find_run_file("127.0.0.1:8001") is None
     with (
         pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
-        KeptRunFile(run_file).kept(),
+        RunFileWriter(run_file).published(),
     ):
         pass
     folder.rmdir()
@@ -58,13 +58,13 @@ def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: Run
     folder.symlink_to(tmp_path / "elsewhere")
     with (
         pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
-        KeptRunFile(run_file).kept(),
+        RunFileWriter(run_file).published(),
     ):
         pass
 
 
 def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         (file,) = tmp_path.rglob("*.json")
         file.write_bytes(b"{")
         assert find_run_file("127.0.0.1:8001") is None
@@ -73,8 +73,8 @@ def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
 def test_two_servers_with_one_port_have_a_file_each(run_file: RunFile) -> None:
     """As those of two addresses of this machine do; and one that listens everywhere, or on a network."""
     other = msgspec.structs.replace(run_file, grpc="127.0.0.2:8001", key="another")
-    with KeptRunFile(run_file).kept():
-        with KeptRunFile(other).kept():
+    with RunFileWriter(run_file).published():
+        with RunFileWriter(other).published():
             assert find_run_file("127.0.0.1:8001") == find_run_file("localhost:8001") == run_file
             assert find_run_file("127.0.0.2:8001") == other
             assert find_run_file("127.0.0.3:8001") is None
@@ -82,17 +82,17 @@ def test_two_servers_with_one_port_have_a_file_each(run_file: RunFile) -> None:
         assert find_run_file("127.0.0.2:8001") is None
     for host in ("0.0.0.0", "10.1.2.3"):
         anywhere = msgspec.structs.replace(run_file, grpc=f"{host}:8001")
-        with KeptRunFile(anywhere).kept():
+        with RunFileWriter(anywhere).published():
             assert find_run_file("127.0.0.1:8001") == find_run_file("127.0.0.2:8001") == anywhere
 
 
 OTHER_SERVER = """
 import sys
 from serving.server import run_file as run_file_module
-from serving.server.run_file import KeptRunFile, RunFile, find_run_file
+from serving.server.run_file import RunFileWriter, RunFile, find_run_file
 mine = RunFile(grpc="127.0.0.1:8001", control="unix:/o", key="other", repository="/o", private=None, process=2)
 print(find_run_file("127.0.0.1:8001") is None)
-with KeptRunFile(mine).kept():
+with RunFileWriter(mine).published():
     print(find_run_file("127.0.0.1:8001").key, flush=True)
     if "killed" in sys.argv:
         os = __import__("os")
@@ -112,7 +112,7 @@ def other_server(*within: str, killed: bool = False) -> "subprocess.Popen[str]":
 def test_a_server_of_another_network_namespace_is_another_and_removes_its_own_file_alone(
     tmp_path: Path, run_file: RunFile
 ) -> None:
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         with other_server(*apart()) as other:
             assert other.stdout is not None
             assert [other.stdout.readline() for _ in range(2)] == ["True\n", "other\n"]
@@ -130,7 +130,7 @@ def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_
     (left,) = tmp_path.rglob("*.json")
     assert json.loads(left.read_bytes())["key"] == "other"
     assert find_run_file("127.0.0.1:8001") is None
-    with KeptRunFile(run_file).kept():
+    with RunFileWriter(run_file).published():
         assert not left.exists()
         assert find_run_file("127.0.0.1:8001") == run_file
 
@@ -138,22 +138,22 @@ def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_
 def test_a_file_that_somebody_removed_is_written_again_while_the_server_runs(
     tmp_path: Path, run_file: RunFile
 ) -> None:
-    kept = KeptRunFile(run_file)
-    with kept.kept():
+    writer = RunFileWriter(run_file)
+    with writer.published():
         (file,) = tmp_path.rglob("*.json")
         file.unlink()
         assert find_run_file("127.0.0.1:8001") is None
-        kept.restore()
+        writer.restore()
         assert find_run_file("127.0.0.1:8001") == run_file
         file.unlink()
         os.rmdir(file.parent)
-        kept.note(recoveries=1)
+        writer.update(recoveries=1)
         found = find_run_file("127.0.0.1:8001")
         assert found is not None
         assert found.recoveries == 1
         assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
-    kept.note(recoveries=2)
-    kept.restore()
+    writer.update(recoveries=2)
+    writer.restore()
     assert not file.exists()
 
 
@@ -161,17 +161,17 @@ def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
     tmp_path: Path, run_file: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old file is unlocked by then, and is nobody's to remove."""
-    kept = KeptRunFile(run_file)
-    with kept.kept():
+    writer = RunFileWriter(run_file)
+    with writer.published():
         (file,) = tmp_path.rglob("*.json")
 
         def replaced_then(path: Path) -> BufferedReader:
             found = open_file(path)
-            kept.note(recoveries=kept.content.recoveries + 1)
+            writer.update(recoveries=writer.content.recoveries + 1)
             return found
 
         monkeypatch.setattr(run_file_module, "open_file", replaced_then)
         assert find_run_file("127.0.0.1:8001") is not None
         other = msgspec.structs.replace(run_file, grpc="127.0.0.1:8002")
-        with KeptRunFile(other).kept():
+        with RunFileWriter(other).published():
             assert file.exists()

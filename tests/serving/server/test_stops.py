@@ -50,7 +50,7 @@ def is_told_to_stop(process: psutil.Process) -> bool:
 
 
 # A server whose models are idle is killed soon after it was told to stop. On a busy machine that is before it crashes.
-PATIENT = f"from serving.server import supervise; supervise._LAST_ANSWERS_S = {PATIENCE_S}"
+PATIENT = f"from serving.server import supervise; supervise.LAST_ANSWERS_S = {PATIENCE_S}"
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["idle", "answering"])

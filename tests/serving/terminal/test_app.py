@@ -17,7 +17,7 @@ from export.__main__ import app as tbe_export
 from export.config import ExportConfig
 from serving.errors import ConfigurationError
 from serving.server.private_folder import PrivateFolder
-from serving.server.run_file import KeptRunFile, RunFile
+from serving.server.run_file import RunFile, RunFileWriter
 from tests.support.commands import TRAINED
 
 
@@ -68,7 +68,7 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
         run_file = RunFile(
             grpc="127.0.0.1:1", control="unix:/c", key="k", repository=repository, private=folder, process=1
         )
-        with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), KeptRunFile(run_file).kept():
+        with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), RunFileWriter(run_file).published():
             pass
 
 
