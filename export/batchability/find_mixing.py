@@ -77,11 +77,11 @@ def find_mixing(
         return "a step that hangs on how many ids there are"
     jagged_by_name = dict(zip(names[len(names) - len(jagged) :], jagged, strict=True))
     keys: dict[str, str | None] = dict.fromkeys(names)
-    keys |= {name: _key_of_rows(inputs, each) for name, each in jagged_by_name.items()}
+    keys |= {name: _key_of_rows(inputs, tensor) for name, tensor in jagged_by_name.items()}
     lengths = {
-        name: inputs.fixed.get(each.name, inputs.key_of(each.name))
-        for name, each in jagged_by_name.items()
-        if each.kind is JaggedKind.LENGTHS
+        name: inputs.fixed.get(tensor.name, inputs.key_of(tensor.name))
+        for name, tensor in jagged_by_name.items()
+        if tensor.kind is JaggedKind.LENGTHS
     }
     keys_of_outputs = {number: inputs.key_of(key) for number, key in by_id.items()}
     return first_mixing_node(program.graph, keys, lengths, keys_of_outputs)
@@ -98,7 +98,7 @@ def _dynamic_dims(inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[d
     A key with a fixed number of ids in each sample has a multiple of the samples.
     """
     samples: Any = torch.export.Dim("samples", min=2)
-    keys = [*(None for _ in (inputs.embeddings, *inputs.dense)), *(_key_of_rows(inputs, each) for each in jagged)]
+    keys = [*(None for _ in (inputs.embeddings, *inputs.dense)), *(_key_of_rows(inputs, tensor) for tensor in jagged)]
     dims = []
     for key in keys:
         if key is None:

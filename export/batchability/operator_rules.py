@@ -146,15 +146,15 @@ def _matmul(first: str, second: str) -> Rule:
     """A rule for a product of two matrices, or of two batches of matrices: no sum may be over samples."""
 
     def rule(call: OperatorCall) -> SampleAxis | None:
-        left = call.axis(first)
-        right = call.axis(second)
+        left_axis = call.axis(first)
+        right_axis = call.axis(second)
         last = call.output.ndim - 1
-        if left and right:
-            product = _common([left, right]) if left.dim == 0 and last == 2 else None
-        elif left:
-            product = left if left.dim == last - 1 else None
+        if left_axis and right_axis:
+            product = _common([left_axis, right_axis]) if left_axis.dim == 0 and last == 2 else None
+        elif left_axis:
+            product = left_axis if left_axis.dim == last - 1 else None
         else:
-            product = right if right and right.dim == last else None
+            product = right_axis if right_axis and right_axis.dim == last else None
         if "self" in (first, second) or product is None or call.is_constant("self"):
             return product
         return _common([product, _broadcast_axis(call, "self")])

@@ -55,26 +55,30 @@ class DenseModel:
 
 
 def dense_model_of_module(
-    trained: Trained, manifest: Manifest, known: Mapping[str, Ids], widths: Mapping[str, int], own: nn.Module
+    trained: Trained,
+    manifest: Manifest,
+    known_ids: Mapping[str, Ids],
+    widths: Mapping[str, int],
+    user_module: nn.Module,
 ) -> DenseModel:
     """A module of the user's own, in place of the layers of the model.
 
     Args:
         trained: the model, whose collections all pool.
         manifest: of the bundle.
-        known: known ids of each key with a map.
-        widths: of all dense inputs of `own`, by name.
-        own: takes embeddings by feature, and dense inputs by name.
+        known_ids: known ids of each key with a map.
+        widths: of all dense inputs of `user_module`, by name.
+        user_module: takes embeddings by feature, and dense inputs by name.
 
     Raises:
-        ModelError: a collection does not pool; `own` cannot be run; or its answer has no tensors.
+        ModelError: a collection does not pool; `user_module` cannot be run; or its answer has no tensors.
         ConfigurationError: the width of an input is not known.
     """
     _expect_pooled(trained)
-    subgraph = _wrap_module(own, spans_of_features(manifest), widths)
+    subgraph = _wrap_module(user_module, spans_of_features(manifest), widths)
     dense_inputs = find_dense_inputs(subgraph, widths)
-    request = probe_request(manifest, None, known)
-    return DenseModel("", own, subgraph, dense_inputs, request, probe_inputs(manifest, request, dense_inputs))
+    request = probe_request(manifest, None, known_ids)
+    return DenseModel("", user_module, subgraph, dense_inputs, request, probe_inputs(manifest, request, dense_inputs))
 
 
 def dense_model_of_example(
@@ -101,7 +105,7 @@ def dense_model_of_example(
 def dense_model_of_forward(
     trained: Trained,
     manifest: Manifest,
-    known: Mapping[str, Ids],
+    known_ids: Mapping[str, Ids],
     widths: Mapping[str, int],
     columns: Collections,
 ) -> DenseModel:
@@ -110,7 +114,7 @@ def dense_model_of_forward(
     Args:
         trained: the model, whose collections all pool.
         manifest: of the bundle.
-        known: known ids of each key with a map.
+        known_ids: known ids of each key with a map.
         widths: of dense inputs that no nn.Linear takes, by name.
         columns: the columns of each of its collections.
 
@@ -122,7 +126,7 @@ def dense_model_of_forward(
     path, model = _model_around_collections(trained)
     subgraph = split_at_collections(model, columns)
     dense_inputs = find_dense_inputs(subgraph, widths)
-    request = probe_request(manifest, None, known)
+    request = probe_request(manifest, None, known_ids)
     inputs = probe_inputs(manifest, request, dense_inputs)
     notes = tuple(renamed_outputs(subgraph.output_names))
     return DenseModel(path, model, subgraph, dense_inputs, request, inputs, notes)
@@ -150,24 +154,27 @@ def _expect_pooled(trained: Trained) -> None:
             )
 
 
-def _wrap_module(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]) -> DenseSubgraph:
-    """The dense subgraph that calls `own` with the embeddings of each feature.
+def _wrap_module(
+    user_module: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]
+) -> DenseSubgraph:
+    """The dense subgraph that calls `user_module` with the embeddings of each feature.
 
-    The call is one node: TorchScript compiles the forward of `own` itself.
+    The call is one node: TorchScript compiles the forward of `user_module` itself.
 
     Args:
-        own: takes embeddings by feature, and dense inputs by name.
+        user_module: takes embeddings by feature, and dense inputs by name.
         spans: the columns of each feature in the embeddings, [first, last).
         widths: of all its dense inputs.
     """
-    _, *arguments = inspect.signature(own.forward).parameters
+    _, *arguments = inspect.signature(user_module.forward).parameters
     if unknown := [name for name in arguments if name not in widths]:
         raise ConfigurationError(
-            f"dense_widths (--dense-width): expected the width of {unknown[0]!r}, which {type(own).__name__} takes"
+            f"dense_widths (--dense-width): expected the width of {unknown[0]!r}, which "
+            f"{type(user_module).__name__} takes"
         )
-    own = copied(own, ()).eval()
-    answer = _answer_for_two_samples(own, spans, [widths[name] for name in arguments])
-    named_outputs(own, answer, Tensor, WAY_OUT)  # refuses an answer without tensors
+    user_module = copied(user_module, ()).eval()
+    answer = _answer_for_two_samples(user_module, spans, [widths[name] for name in arguments])
+    named_outputs(user_module, answer, Tensor, WAY_OUT)  # refuses an answer without tensors
     graph = fx.Graph()
     embeddings = graph.call_method("float", (graph.placeholder(EMBEDDINGS),))
     dense = [graph.placeholder(name) for name in arguments]
@@ -181,8 +188,8 @@ def _wrap_module(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: M
         by_feature = {name: inputs.embeddings[:, first:last] for name, (first, last) in spans.items()}
         return module(by_feature, *inputs.dense)
 
-    module = fx.GraphModule({"own": own}, graph, type(own).__name__)
-    return finish_subgraph(own, module, tuple(arguments), run_module)
+    module = fx.GraphModule({"own": user_module}, graph, type(user_module).__name__)
+    return finish_subgraph(user_module, module, tuple(arguments), run_module)
 
 
 def _nodes_of_answer(answer: object, node: fx.Node) -> Any:
@@ -200,9 +207,11 @@ def _nodes_of_answer(answer: object, node: fx.Node) -> Any:
     return node
 
 
-def _answer_for_two_samples(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:
-    """What `own` answers for two samples of zeros."""
+def _answer_for_two_samples(
+    user_module: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]
+) -> object:
+    """What `user_module` answers for two samples of zeros."""
     pooled = {name: torch.zeros(2, last - first) for name, (first, last) in spans.items()}
     failure = "expected a forward of embeddings by feature and dense inputs, it fails"
-    with torch.no_grad(), quiet(), model_errors(own, failure):
-        return own(pooled, *(torch.zeros(2, width) for width in widths))
+    with torch.no_grad(), quiet(), model_errors(user_module, failure):
+        return user_module(pooled, *(torch.zeros(2, width) for width in widths))

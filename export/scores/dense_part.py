@@ -80,11 +80,11 @@ class CompiledDensePart:
 def compile_dense_part(
     trained: Trained,
     manifest: Manifest,
-    known: Mapping[str, Ids],
+    known_ids: Mapping[str, Ids],
     widths: Mapping[str, int],
     dtype: DenseDtype,
     checkpoint: Checkpoint | None,
-    own: nn.Module | None = None,
+    user_module: nn.Module | None = None,
     example: Example | None = None,
 ) -> CompiledDensePart:
     """Split the dense part off a trained model, compile it, and compare it with the model.
@@ -92,11 +92,11 @@ def compile_dense_part(
     Args:
         trained: the model and its collections.
         manifest: features and tables of the bundle.
-        known: known ids of each key with a map.
+        known_ids: known ids of each key with a map.
         widths: of dense inputs that no nn.Linear takes, by name. An example has its own widths.
         dtype: of the weights.
         checkpoint: has the weights of the tables. None: the model has them itself.
-        own: a module of the user's own in place of the model's layers. It is not compared with the model.
+        user_module: a module of the user's own in place of the model's layers. It is not compared with the model.
         example: a call of the model. None: its arguments are one KJT and dense inputs [B, width].
 
     Raises:
@@ -106,33 +106,33 @@ def compile_dense_part(
         ParityError: the dense part answers differently than the model.
     """
     columns = collection_columns(trained, manifest)
-    if own is not None:
-        dense_model = dense_model_of_module(trained, manifest, known, widths, own)
+    if user_module is not None:
+        dense_model = dense_model_of_module(trained, manifest, known_ids, widths, user_module)
     elif example is not None:
         dense_model = dense_model_of_example(trained, manifest, columns, example)
     else:
-        dense_model = dense_model_of_forward(trained, manifest, known, widths, columns)
+        dense_model = dense_model_of_forward(trained, manifest, known_ids, widths, columns)
     _expect_no_key_names(dense_model, manifest)
     model, subgraph, inputs = dense_model.model, dense_model.subgraph, dense_model.inputs
     trained_scores: Mapping[str, Numbers] | None = None
     eager_scores = None
-    if own is None and checkpoint is None:
+    if user_module is None and checkpoint is None:
         eager_scores = partial(_eager_scores, model, subgraph)
         inputs, trained_scores = _trained_scores(model, subgraph, columns, inputs)
-    table_weights = checkpoint if own is None else None
+    table_weights = checkpoint if user_module is None else None
     module = with_weights(subgraph, dense_model.path, trained.found.collections, table_weights)
     with RandomDraws() as draws:
         cast_outputs(module, run_dense_part(model, module, subgraph, inputs), subgraph.output_names)
     draws.expect_none(model)
     run = partial(dense_part_scores, model, module, subgraph)
     probes = [inputs, *(probe for probe, _ in run_probes(run, scaled_probes(inputs)))]
-    if own is None:
+    if user_module is None:
         has_example = example is not None
         _expect_parity(model, subgraph, module, columns, run, probes, has_example=has_example)
     program = _compiled(model, _without_writes(module, subgraph, inputs), dtype)
     serve = partial(dense_part_scores, model, program, subgraph)
     outputs = measure_outputs(model, run, serve, probes, dtype, subgraph.by_id)
-    mixed_by = _mixed_by(module, subgraph, inputs, dtype, None if own is None else program)
+    mixed_by = _mixed_by(module, subgraph, inputs, dtype, None if user_module is None else program)
     mixed_by = mixed_by or probe_mixing(serve, inputs, dtype, subgraph.by_id)
     part = DensePart(
         dense_model.dense_inputs,
@@ -140,7 +140,7 @@ def compile_dense_part(
         dtype,
         mixes_samples=mixed_by is not None,
         mixed_by=mixed_by,
-        is_own=own is not None,
+        is_own=user_module is not None,
         jagged=subgraph.jagged,
         fixed_lengths={key: count for key, count in inputs.fixed.items() if key in manifest.keys},
     )
@@ -270,16 +270,16 @@ def _mixed_by(
     subgraph: DenseSubgraph,
     inputs: DenseInputs,
     dtype: DenseDtype,
-    own: torch.jit.ScriptModule | None,
+    scripted: torch.jit.ScriptModule | None,
 ) -> str | None:
-    """The first operator that may mix samples, or None. `own`: a module of the user's own, compiled."""
+    """The first operator that may mix samples, or None. `scripted`: a module of the user's own, compiled."""
     if dtype is DenseDtype.INT8 and any(isinstance(layer, nn.Linear) for layer in module.modules()):
         return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
     by_id = {
         number: subgraph.by_id[name] for number, name in enumerate(subgraph.output_names) if name in subgraph.by_id
     }
-    step = find_opaque_step(module) if own is None else find_branch(own)
-    return step or find_mixing(module, inputs, subgraph.jagged, own, by_id)
+    step = find_opaque_step(module) if scripted is None else find_branch(scripted)
+    return step or find_mixing(module, inputs, subgraph.jagged, scripted, by_id)
 
 
 def _keys_of_equal_lengths(part: DensePart, manifest: Manifest, inputs: DenseInputs) -> tuple[tuple[str, ...], ...]:

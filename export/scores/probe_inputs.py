@@ -19,7 +19,7 @@ from serving.requests.types import Ids, Tensors
 ByFeature = Mapping[str, npt.NDArray[Any]]
 
 
-def probe_request(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
+def probe_request(manifest: Manifest, part: DensePart | None, known_ids: Mapping[str, Ids]) -> Tensors:
     """A request for scores, where no example of a call is known.
 
     Where the dense part takes ids or rows, each bag has one id: such a model may fail for more ids of a key than it
@@ -28,13 +28,13 @@ def probe_request(manifest: Manifest, part: DensePart | None, known: Mapping[str
     Args:
         manifest: of the bundle.
         part: its dense part. None: its scores are made of pooled embeddings.
-        known: known ids of each key with a map.
+        known_ids: known ids of each key with a map.
     """
     if part is None or not part.jagged:
-        return make_probe(manifest, known)
+        return make_probe(manifest, known_ids)
     key_of_feature = {feature.name: feature.key for feature in manifest.features}
     lengths = {part.key_of(jagged, key_of_feature): 1 for jagged in part.jagged}
-    return make_probe(manifest, known, lengths | part.fixed_lengths)
+    return make_probe(manifest, known_ids, lengths | part.fixed_lengths)
 
 
 def request_of_bags(manifest: Manifest, bags: Bags) -> Tensors:

@@ -34,7 +34,7 @@ def cast_outputs(module: fx.GraphModule, answers: Sequence[Tensor], names: Seque
         for node, answer, name in zip(output.args[0], answers, names, strict=True):
             dtype = as_served(answer).dtype
             if dtype not in _SERVED:
-                expected = ", ".join(_name(known) for known in (*_SERVED, torch.float16, torch.bfloat16))
+                expected = ", ".join(_name(served) for served in (*_SERVED, torch.float16, torch.bfloat16))
                 raise ModelError(
                     f"output {name!r}: expected one of {expected}, got {_name(dtype)}: convert it in the forward; of "
                     "complex numbers, answer with both parts"

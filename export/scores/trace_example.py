@@ -220,7 +220,7 @@ def trace_example(model: nn.Module, collections: Collections, example: Example) 
 
 def _jagged(used: Iterable[Input]) -> Iterator[JaggedInput]:
     """The ids, lengths, weights, rows and numbers among the inputs of a dense part."""
-    return (each for each in used if isinstance(each, JaggedInput))
+    return (name for name in used if isinstance(name, JaggedInput))
 
 
 def _numbers(used: Iterable[Input]) -> Iterator[JaggedInput]:
@@ -289,8 +289,8 @@ def _dense_input(path: str, tensor: Tensor, placeholder: fx.Node, key: str | Non
             )
     dtype = InputDtype.FP32 if tensor.dtype in _FLOATS else _integer_dtype(tensor.dtype)
     if dtype is None:
-        known = [*_FLOATS, *(each for each in INPUT_DTYPES if each != np.float32)]
-        expected = ", ".join(str(each).removeprefix("torch.") for each in known)
+        known_dtypes = [*_FLOATS, *(integer for integer in INPUT_DTYPES if integer != np.float32)]
+        expected = ", ".join(str(name).removeprefix("torch.") for name in known_dtypes)
         raise ModelError(f"{path}: expected one of {expected}, got {tensor.dtype}: give another")
     rows = rows_read_by(placeholder) if dtype.is_integer else None
     return DenseInput(path, tuple(tensor.shape[1:]), dtype, rows, key)
