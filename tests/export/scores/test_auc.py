@@ -77,28 +77,28 @@ def auc_of_output(bundle: Path, name: str = "scores") -> Any:
     """A LabelledAuc, or None."""
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
-    (found,) = (each.parity.auc for each in part.outputs if each.name == name)
-    return found
+    (aucs,) = (each.parity.auc for each in part.outputs if each.name == name)
+    return aucs
 
 
 def test_the_auc_of_what_serves_and_of_the_model(tmp_path: Path) -> None:
     module = trained(dlrm())
     lines = lines_of(module, lambda scores: noisy(scores["scores"]))
     file = write(tmp_path / "sample.jsonl", lines)
-    found = {}
+    aucs = {}
     for name, config in (("exact", EXACT), ("int2", INT2)):
         bundle = export_model(module, tmp_path / "r", name, replace(config, labelled=file))
         served, own = expected_auc(bundle, module, lines, "scores", lambda label: label)
-        found[name] = auc = auc_of_output(bundle)
+        aucs[name] = auc = auc_of_output(bundle)
         assert auc.samples == 81
         assert auc.served == pytest.approx(served, abs=1e-6)
         assert auc.trained == pytest.approx(own, abs=1e-6)
         shown = tbe_export("inspect", str(bundle)).stdout
         assert f"{auc.served:.5f}" in shown
         assert "AUC on labelled samples" in shown
-    assert found["exact"].served == pytest.approx(found["exact"].trained, abs=1e-3)
-    assert found["int2"].served != found["int2"].trained
-    assert 0.6 < found["exact"].served < 1
+    assert aucs["exact"].served == pytest.approx(aucs["exact"].trained, abs=1e-3)
+    assert aucs["int2"].served != aucs["int2"].trained
+    assert 0.6 < aucs["exact"].served < 1
 
 
 def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def random_steps(random: np.random.Generator, *, writes: bool) -> fx.GraphModule
             target: Any = torch.narrow if way == "narrow" else torch.ops.aten.narrow
             start = first - width if random.random() < 0.1 else first  # counted from the end
             if way == "narrow" and random.random() < 0.3:
-                taken = graph.call_function(target, (node,), {"dim": 1, "start": start, "length": length})
+                narrowed = graph.call_function(target, (node,), {"dim": 1, "start": start, "length": length})
             else:
-                taken = graph.call_function(target, (node, 1, start, length))
-            pool.append((taken, length))
+                narrowed = graph.call_function(target, (node, 1, start, length))
+            pool.append((narrowed, length))
         elif way == "split":
             sizes = [size for size in (first, length, width - first - length) if size]
             target = SPLITS[random.integers(len(SPLITS))]
@@ -63,10 +63,10 @@ def random_steps(random: np.random.Generator, *, writes: bool) -> fx.GraphModule
             chosen = [pool[random.integers(len(pool))] for _ in range(int(random.integers(1, 4)))]
             target = JOINS[random.integers(len(JOINS))]
             if random.random() < 0.3:
-                made = graph.call_function(torch.cat, (), {"tensors": [each for each, _ in chosen], "dim": 1})
+                joined_part = graph.call_function(torch.cat, (), {"tensors": [part for part, _ in chosen], "dim": 1})
             else:
-                made = graph.call_function(target, ([each for each, _ in chosen], 1))
-            pool.append((made, sum(each for _, each in chosen)))
+                joined_part = graph.call_function(target, ([part for part, _ in chosen], 1))
+            pool.append((joined_part, sum(part for _, part in chosen)))
         elif way == "twice":
             pool.append((graph.call_function(operator.mul, (node, 2.0)), width))
         elif writes:
@@ -83,20 +83,20 @@ def joined(module: fx.GraphModule) -> int:
 @pytest.mark.parametrize("writes", [False, True])
 def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
     """A dense part that writes to what it would share is left as it is: `changes_inputs` sees it."""
-    random, fewer, kept = np.random.default_rng(0), 0, 0
+    random, fewer, unchanged = np.random.default_rng(0), 0, 0
     for _ in range(150):
         module = random_steps(random, writes=writes)
         light = merge_adjacent_columns(module, WIDTH)
-        given = torch.from_numpy(random.random((3, WIDTH), np.float32))
-        if writes_to_inputs(light, [given]):
-            kept += 1
+        tensor = torch.from_numpy(random.random((3, WIDTH), np.float32))
+        if writes_to_inputs(light, [tensor]):
+            unchanged += 1
             continue
         fewer += joined(light) < joined(module)
-        for ours, theirs in zip(light(given.clone()), module(given.clone()), strict=True):
-            assert torch.equal(ours, theirs)
-            assert ours.stride() == theirs.stride()
+        for merged, unmerged in zip(light(tensor.clone()), module(tensor.clone()), strict=True):
+            assert torch.equal(merged, unmerged)
+            assert merged.stride() == unmerged.stride()
     assert fewer > 15
-    assert (kept > 15) is writes
+    assert (unchanged > 15) is writes
 
 
 class ByKey(nn.Module):
@@ -110,8 +110,8 @@ class ByKey(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         pooled = self.tables(ids)
-        found: Tensor = self.over(self.joined([pooled[key] for key in pooled.keys()]))  # noqa: SIM118
-        return found
+        answer: Tensor = self.over(self.joined([pooled[key] for key in pooled.keys()]))  # noqa: SIM118
+        return answer
 
     def joined(self, pieces: list[Tensor]) -> Tensor:
         return torch.cat(pieces, dim=1)
@@ -137,11 +137,11 @@ class WritesToAll(ByKey):
     def joined(self, pieces: list[Tensor]) -> Tensor:
         joined = torch.cat(pieces, dim=1)
         joined.add_(1)
-        return joined + torch.cat([each * 2 for each in pieces], dim=1)
+        return joined + torch.cat([part * 2 for part in pieces], dim=1)
 
 
 @pytest.mark.parametrize("with_example", one_in(2, [True, False]), ids=["example", "followed"])
-@pytest.mark.parametrize("model", [ByKey, InAnotherOrder, WritesToOne, WritesToAll], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("model", [ByKey, InAnotherOrder, WritesToOne, WritesToAll], ids=lambda part: part.__name__)
 def test_a_loop_over_keys_is_scored_as_the_model_does(
     tmp_path: Path, model: Callable[[], ByKey], with_example: bool
 ) -> None:

@@ -115,10 +115,10 @@ def test_scores_are_those_of_the_module_that_was_given(tmp_path: Path, model: An
     embeddings = {name: torch.from_numpy(rows.copy()) for name, rows in engine.lookup(bags).items()}
     with torch.no_grad():
         expected = own(embeddings, torch.from_numpy(price))
-    found = engine.score(bags, {"price": price})
-    assert list(found) == ["click", "buy"]
+    answer = engine.score(bags, {"price": price})
+    assert list(answer) == ["click", "buy"]
     for name, numbers in expected.items():
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(answer[name], numbers, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("own", "names"), [(Alone(), ["scores"]), (Several(), ["scores_0", "scores_1"])])

@@ -43,7 +43,7 @@ def part_of(bundle: Path) -> DensePart:
     return part
 
 
-@pytest.mark.parametrize("model", one_in(2, MODELS), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("model", one_in(2, MODELS), ids=lambda item: item.__name__)
 def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
     """With FP32 tables to 1e-6 of their size; with INT8 tables as far as the manifest says, or little more.
 
@@ -57,7 +57,7 @@ def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[]
     assert (part.mixes_samples, part.mixed_by) == (False, None)  # it is scored with samples of others
     bundle = export_model(module, tmp_path, "int8", ExportConfig(scores=True, dense_widths=widths))
     rounded = Engine.open(bundle)
-    parity = {each.name: each.parity for each in part_of(bundle).outputs}
+    parity = {item.name: item.parity for item in part_of(bundle).outputs}
     for samples in (1, 2, 33):
         bags, dense = random_request(module, random, samples)
         bags = dict(reversed(bags.items()))
@@ -123,7 +123,7 @@ def test_narrow_weights_answer_as_near_as_the_manifest_says(tmp_path: Path, dtyp
 @pytest.mark.parametrize("on_meta", one_in(2, [True, False]))
 def test_weights_come_from_the_checkpoint(tmp_path: Path, saved: str, on_meta: bool) -> None:
     module = trained(two_tower())
-    state = {f"module.{key}": each for key, each in module.state_dict().items()}
+    state = {f"module.{key}": item for key, item in module.state_dict().items()}
     path = tmp_path / "saved"
     if saved == "state dict":
         torch.save({"model": state}, path)
@@ -145,7 +145,7 @@ def test_weights_come_from_the_checkpoint(tmp_path: Path, saved: str, on_meta: b
 
 def test_a_weight_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     module = two_tower()
-    torch.save({key: each for key, each in module.state_dict().items() if key != "item_tower.bias"}, tmp_path / "s")
+    torch.save({key: item for key, item in module.state_dict().items() if key != "item_tower.bias"}, tmp_path / "s")
     with pytest.raises(CheckpointError, match=r"weights: expected the key 'item_tower.bias', which is missing"):
         export_model(module, tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "s")
     assert not (tmp_path / "r").exists()
@@ -158,7 +158,7 @@ def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
     bags, dense = random_request(module, np.random.default_rng(0), 5)
     found = Engine.open(export_model(module, tmp_path, "m", EXACT)).score(bags, dense)
     np.testing.assert_allclose(found["scores"], own_scores(module, bags, dense)["scores"], rtol=0, atol=1e-5)
-    layer = next(each for each in module.over_arch.modules() if isinstance(each, nn.Linear))
+    layer = next(item for item in module.over_arch.modules() if isinstance(item, nn.Linear))
     layer.register_forward_hook(lambda _, __, answer: answer + 1)
     with pytest.raises((ParityError, ModelError), match=r"compiled"):
         export_model(module, tmp_path, "n", EXACT)

@@ -115,16 +115,16 @@ def test_what_a_forward_writes_is_written_to_copies(tmp_path: Path, model: Any, 
     before = copy.deepcopy(module.state_dict())
     torch.save(before, tmp_path / "saved")
     torch.manual_seed(1)
-    given = model() if saved else module
-    bundle = export_model(given, tmp_path / "r", "m", CONFIG, checkpoint=tmp_path / "saved" if saved else None)
-    assert given.training
-    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    exported = model() if saved else module
+    bundle = export_model(exported, tmp_path / "r", "m", CONFIG, checkpoint=tmp_path / "saved" if saved else None)
+    assert exported.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     engine = Engine.open(bundle)
     bags, dense = random_request(module, np.random.default_rng(0), 6)
-    kept = {name: each.copy() for name, each in dense.items()}
-    expected = own_scores(module, bags, {name: each.copy() for name, each in dense.items()})["scores"]
+    dense_before = {name: tensor.copy() for name, tensor in dense.items()}
+    expected = own_scores(module, bags, {name: tensor.copy() for name, tensor in dense.items()})["scores"]
     np.testing.assert_allclose(engine.score(bags, dense)["scores"], expected, rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(dense["dense_features"], kept["dense_features"])
+    np.testing.assert_array_equal(dense["dense_features"], dense_before["dense_features"])
 
 
 @pytest.mark.parametrize("saved", one_in(2, [True, False]), ids=["checkpoint", "module"])

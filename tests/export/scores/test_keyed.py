@@ -47,8 +47,8 @@ class Keyed(nn.Module):
         return total.sum(dim=0)
 
     def of_item(self, ids: KeyedJaggedTensor) -> Tensor:
-        found: Tensor = self.over(self.item(ids).values())
-        return found
+        scores: Tensor = self.over(self.item(ids).values())
+        return scores
 
     def forward(self, ids: KeyedJaggedTensor) -> Any:
         return self.of_query(self.query(ids)) * self.of_item(ids)
@@ -60,8 +60,8 @@ class Keyed(nn.Module):
 class Loops(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
         out = torch.zeros(1)
-        for place, key in enumerate(pooled.keys()):
-            out = out + self.towers[key](pooled[key]) * (place + 1)
+        for position, key in enumerate(pooled.keys()):
+            out = out + self.towers[key](pooled[key]) * (position + 1)
         return out
 
 
@@ -78,10 +78,10 @@ class Unpacks(Keyed):
 class Splits(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
         pieces = pooled.values().split(pooled.length_per_key(), dim=pooled.key_dim())
-        others = torch.split(pooled.values(), split_size_or_sections=pooled.length_per_key(), dim=1)
+        by_size = torch.split(pooled.values(), split_size_or_sections=pooled.length_per_key(), dim=1)
         assert len(pieces) == 3
         return self.summed(dict(zip(pooled.keys(), pieces, strict=True))) + self.summed(
-            dict(zip(pooled.keys(), list(others), strict=True))
+            dict(zip(pooled.keys(), list(by_size), strict=True))
         )
 
 
@@ -101,7 +101,7 @@ class Regroups(Keyed):
 
 class RegroupsLoop(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
-        means = [each.mean(dim=1) for each in KeyedTensor.regroup([pooled], groups=QUERY_GROUPS)]
+        means = [tensor.mean(dim=1) for tensor in KeyedTensor.regroup([pooled], groups=QUERY_GROUPS)]
         return torch.stack([*means, *means, *means], dim=1)
 
 
@@ -135,10 +135,10 @@ def assert_served(module: nn.Module, bundle: Path) -> None:
     engine = Engine.open(bundle)
     for samples in (1, 2, 33):
         bags, dense = random_request(module, np.random.default_rng(samples), samples)
-        expected, found = own_scores(copy.deepcopy(module), bags, dense), engine.score(bags, dense)
-        assert list(found) == list(expected)
+        expected, scores = own_scores(copy.deepcopy(module), bags, dense), engine.score(bags, dense)
+        assert list(scores) == list(expected)
         for name, numbers in expected.items():
-            np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+            np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
 @pytest.mark.parametrize("model", one_in(2, MODELS))
@@ -152,7 +152,7 @@ def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: b
     bundle = export_model(module, tmp_path, "m", EXACT)
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
-    assert all(each.parity.trained is not None for each in part.outputs)
+    assert all(tensor.parity.trained is not None for tensor in part.outputs)
     assert_served(module, bundle)
 
 
@@ -174,9 +174,9 @@ def test_keys_of_what_remaps_ids_are_known(tmp_path: Path) -> None:
 
         def forward(self, ids: KeyedJaggedTensor) -> Tensor:
             pooled, _ = self.sparse(ids)
-            means = [pooled[key].mean(dim=1) * (place + 1) for place, key in enumerate(pooled.keys())]
-            found: Tensor = self.over(torch.stack(means, dim=1))
-            return found
+            means = [pooled[key].mean(dim=1) * (position + 1) for position, key in enumerate(pooled.keys())]
+            scores: Tensor = self.over(torch.stack(means, dim=1))
+            return scores
 
     part = open_bundle(export_model(Managed(), tmp_path, "m", EXACT)).manifest.dense_part
     assert part is not None
@@ -208,25 +208,25 @@ class LoopsIds(Keyed):
 
 class LoopsChunks(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
-        return torch.stack([each.sum(dim=1) for each in pooled.values().chunk(3, dim=1)])  # to blame
+        return torch.stack([tensor.sum(dim=1) for tensor in pooled.values().chunk(3, dim=1)])  # to blame
 
 
 class LoopsRows(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
-        return torch.stack([each * 2 for each in pooled.values()])  # to blame
+        return torch.stack([tensor * 2 for tensor in pooled.values()])  # to blame
 
 
 class AsksForAnother(Keyed):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
-        found: Tensor = pooled["nobody"] * 2  # to blame
-        return found
+        scores: Tensor = pooled["nobody"] * 2  # to blame
+        return scores
 
 
 class RegroupsOthers(RegroupsNarrow):
     def of_query(self, pooled: KeyedTensor) -> Tensor:
-        made = KeyedTensor(["country", "user_id", "words"], [16, 16, 24], pooled.values())
-        found: Tensor = self.regroup([made])["words"]
-        return found[:, :6]
+        other_order = KeyedTensor(["country", "user_id", "words"], [16, 16, 24], pooled.values())
+        scores: Tensor = self.regroup([other_order])["words"]
+        return scores[:, :6]
 
 
 @pytest.mark.parametrize(

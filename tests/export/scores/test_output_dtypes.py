@@ -72,15 +72,15 @@ def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path
     with torch.no_grad():
         expected = model(ids([1, 2, 0, 3]))
     with Engine.open(bundle) as engine:
-        found = engine.score({"film": [[0], [1, 2], [], [3, 4, 5]]})
+        answer = engine.score({"film": [[0], [1, 2], [], [3, 4, 5]]})
     for name, numbers in expected.items():
-        assert found[name].dtype == numbers.numpy().dtype
+        assert answer[name].dtype == numbers.numpy().dtype
         if name == "scores":
-            np.testing.assert_allclose(found[name], numbers, atol=1e-6 if dtype is DenseDtype.FP32 else 0.1)
+            np.testing.assert_allclose(answer[name], numbers, atol=1e-6 if dtype is DenseDtype.FP32 else 0.1)
         elif dtype is DenseDtype.FP32:
-            np.testing.assert_array_equal(found[name], numbers)
+            np.testing.assert_array_equal(answer[name], numbers)
         elif name == "name":
-            assert {*found[name].tolist()} <= {*model.names.tolist()}
+            assert {*answer[name].tolist()} <= {*model.names.tolist()}
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
     assert [len(each.schema) for each in part.outputs] == [2, 3, 3, 3, 3]

@@ -42,7 +42,7 @@ class Own(nn.Module):
 
 
 def keyed() -> KeyedJaggedTensor:
-    flat = [each for column in IDS.values() for bag in column for each in bag]
+    flat = [id_ for column in IDS.values() for bag in column for id_ in bag]
     lengths = torch.tensor([len(bag) for column in IDS.values() for bag in column], dtype=torch.int32)
     return KeyedJaggedTensor([*IDS], torch.tensor(flat), lengths=lengths)
 
@@ -52,11 +52,11 @@ def test_outputs_that_are_called_as_tensors_of_lookups_get_another_name(example:
     module = Named().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example)
     with Engine.open(bundle) as engine, torch.no_grad():
-        found, notes = engine.score(IDS), engine.bundle.manifest.notes
-        assert [*found] == [*(f"scores.{name}" for name in RESERVED), "total"]
+        answer, notes = engine.score(IDS), engine.bundle.manifest.notes
+        assert [*answer] == [*(f"scores.{name}" for name in RESERVED), "total"]
         for name, numbers in module(keyed()).items():
             served = name if name == "total" else f"scores.{name}"
-            np.testing.assert_allclose(found[served], numbers.numpy(), atol=1e-5)
+            np.testing.assert_allclose(answer[served], numbers.numpy(), atol=1e-5)
         assert any("the output values is called scores.values" in note for note in notes)
 
 
@@ -102,7 +102,7 @@ def test_a_module_of_the_user_s_own_may_name_them_so(tmp_path: Path) -> None:
     config = replace(EXACT, dense_widths={})
     bundle = export_model(Named().eval(), tmp_path / "r", "m", config, dense=Own())
     with Engine.open(bundle) as engine, torch.no_grad():
-        found = engine.score(IDS)
+        answer = engine.score(IDS)
         pooled = Named().bags(keyed()).to_dict()
-        np.testing.assert_allclose(found["scores.values"], pooled["x"].sum(1).numpy(), atol=1e-5)
-        np.testing.assert_allclose(found["other"], pooled["z"].sum(1).numpy(), atol=1e-5)
+        np.testing.assert_allclose(answer["scores.values"], pooled["x"].sum(1).numpy(), atol=1e-5)
+        np.testing.assert_allclose(answer["other"], pooled["z"].sum(1).numpy(), atol=1e-5)

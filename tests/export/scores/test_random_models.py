@@ -51,7 +51,7 @@ class Random(nn.Module):
         parts = [collection(specs, seed=seed + n) for n, specs in enumerate(self.specs)]
         self.parts = nn.ModuleList(parts)
         by_table = [get_embedding_names_by_table(part.embedding_bag_configs()) for part in parts]
-        self.names = [list(chain.from_iterable(each)) for each in by_table]
+        self.names = [list(chain.from_iterable(output)) for output in by_table]
         widths = [sum(spec.dim * len(spec.features) for spec in specs) for specs in self.specs]
         self.towers = nn.ModuleList(nn.Sequential(nn.Linear(width, 6), nn.ReLU()) for width in widths)
         self.kind = int(random.integers(4))
@@ -82,9 +82,9 @@ class Random(nn.Module):
         if self.reads == 1:
             return torch.cat([pooled[name] for name in self.names[number]], dim=1)
         if self.reads == 2:
-            return torch.cat([pooled[key] / (1 + place) for place, key in enumerate(pooled.keys())], dim=1)
-        found: Tensor = self.regroups[number]([pooled])["all"]
-        return found
+            return torch.cat([pooled[key] / (1 + index) for index, key in enumerate(pooled.keys())], dim=1)
+        answered_scores: Tensor = self.regroups[number]([pooled])["all"]
+        return answered_scores
 
     def request(self, random: np.random.Generator, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         bags: dict[str, Any] = {}
@@ -99,12 +99,12 @@ class Random(nn.Module):
         return bags, {"numbers": random.random((samples, self.dense.in_features), np.float32)}
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert list(found) == list(expected)
+def assert_same(answered_scores: Any, expected: Any) -> None:
+    assert list(answered_scores) == list(expected)
     for name, numbers in expected.items():
-        assert found[name].shape == numbers.shape
+        assert answered_scores[name].shape == numbers.shape
         scale = max(1, float(np.abs(numbers).max(initial=0)))
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=2e-6 * scale)
+        np.testing.assert_allclose(answered_scores[name], numbers, rtol=0, atol=2e-6 * scale)
 
 
 @pytest.mark.long
@@ -112,21 +112,23 @@ def test_random_models_are_served_as_they_answer_by_themselves(tmp_path: Path) -
     """In process, and over gRPC, all requests at once, so that they are merged."""
     random = np.random.default_rng(0)
     models = {f"m{seed}": Random(seed).eval() for seed in range(SERVED)}
-    asked = []
+    requests = []
     for name, module in models.items():
         engine = Engine.open(export_model(module, tmp_path / "r", name, EXACT))
         for samples in (1, 3, 17):
             bags, dense = module.request(random, samples)
-            asked.append((name, bags, dense, own_scores(module, bags, dense)))
-            assert_same(engine.score(bags, dense), asked[-1][-1])
+            requests.append((name, bags, dense, own_scores(module, bags, dense)))
+            assert_same(engine.score(bags, dense), requests[-1][-1])
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         clients = {name: LookupClient(server.grpc, name, 60, retries=Retries(attempts=1)) for name in models}
         for client in clients.values():
             client.info()
-        found = at_once([partial(clients[name].score, bags, dense) for name, bags, dense, _ in 3 * asked])
+        answered_scores = at_once(
+            [partial(clients[name].score, bags, dense) for name, bags, dense, _ in 3 * requests]
+        )
         for client in clients.values():
             client.close()
-    for answer, (_, _, _, expected) in zip(found, 3 * asked, strict=True):
+    for answer, (_, _, _, expected) in zip(answered_scores, 3 * requests, strict=True):
         assert_same(answer, expected)
 
 
@@ -154,7 +156,9 @@ def test_random_dense_parts_answer_as_the_model_does(seeds: range) -> None:
                 answered = module.get_submodule(path)(ids)
                 rows |= dict(zip(names, answered.values().split(answered.length_per_key(), dim=1), strict=True))
             together = torch.cat([rows[feature.name] for feature in manifest.features], dim=1)
-            found = scored.program(together, torch.from_numpy(dense["numbers"]))
-        served = {each.name: each_found.numpy() for each, each_found in zip(scored.part.outputs, found, strict=True)}
+            answered_scores = scored.program(together, torch.from_numpy(dense["numbers"]))
+        served = {
+            output.name: tensor.numpy() for output, tensor in zip(scored.part.outputs, answered_scores, strict=True)
+        }
         assert_same(served, own_scores(module, bags, dense))
         assert not scored.part.mixes_samples
