@@ -84,9 +84,9 @@ def test_embeddings_of_a_model_with_scores_are_those_without(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (Centred, "aten.mean.dim at scored.py, line [0-9]+: `return logits - logits.mean"),
-        (Surges, "aten.sum.dim_IntList at scored.py, line [0-9]+: `return logits [+] torch.relu"),
-        (Relative, "aten.max.default at scored.py, line [0-9]+: `relative = dense_features"),
+        (Centred, "aten.mean.dim at scored_models.py, line [0-9]+: `return logits - logits.mean"),
+        (Surges, "aten.sum.dim_IntList at scored_models.py, line [0-9]+: `return logits [+] torch.relu"),
+        (Relative, "aten.max.default at scored_models.py, line [0-9]+: `relative = dense_features"),
     ],
 )
 def test_samples_that_meet_are_found_out(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
