@@ -121,7 +121,7 @@ class Checkpoint:
         stored = {key: self._stored[saved] for key, saved in taken.keys.items()}
         stored |= {key: InMemory(keys.defaults[key]) for key in taken.defaults}
         for key, twins in keys.twins.items():
-            for other in (each for each in twins if each in taken.keys and each != key):
+            for other in (twin for twin in twins if twin in taken.keys and twin != key):
                 if key in taken.keys and not _are_equal(stored[key], self._stored[taken.keys[other]]):
                     raise CheckpointError(
                         f"{self._source}: {taken.keys[key]!r} and {taken.keys[other]!r} are one tensor of the model, "
@@ -132,9 +132,9 @@ class Checkpoint:
         for key, dtype in keys.narrow.items():
             if key in stored and stored[key].dtype is not dtype:
                 stored[key] = Narrowed(stored[key], dtype)
-        found = copy.copy(self)
-        found._stored, found._taken = stored, taken
-        return found
+        checkpoint = copy.copy(self)
+        checkpoint._stored, checkpoint._taken = stored, taken
+        return checkpoint
 
     @property
     def summary(self) -> str | None:
@@ -167,10 +167,10 @@ class Checkpoint:
         if _kind_of(stored.dtype) != _kind_of(like.dtype):
             raise CheckpointError(f"{where}: expected {like.dtype}, got {stored.dtype}: build the model as trained")
         numbers = stored.read(0, stored.shape[0]).reshape(shape)
-        found = numbers.to(like.dtype)
-        if _kind_of(like.dtype) == "integers" and not torch.equal(found.to(stored.dtype), numbers):
+        converted = numbers.to(like.dtype)
+        if _kind_of(like.dtype) == "integers" and not torch.equal(converted.to(stored.dtype), numbers):
             raise CheckpointError(f"{where}: has integers outside {like.dtype}: build the model with {stored.dtype}")
-        return found
+        return converted
 
     def numbers(self, what: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """The finite numbers under a key of the state dict: float32, of that shape.
@@ -294,8 +294,8 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
     """
     source = type(module).__name__
     # A module may leave its own path out of its state dict, as torchrec's PredictModule does.
-    own = [*module.named_parameters(), *module.named_buffers()]
-    state = {name: each.detach() for name, each in own} | module.state_dict()
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    state = {name: tensor.detach() for name, tensor in tensors} | module.state_dict()
     stored = {}
     for table in tables:
         tensor = state[table.key]

@@ -86,11 +86,11 @@ class CheckpointFile:
         Raises:
             CheckpointError: the file ends before, or cannot be read.
         """
-        found = torch.empty(length, dtype=torch.uint8)
-        left = found.numpy().data
-        while left:  # one read takes at most 2 GiB
+        numbers = torch.empty(length, dtype=torch.uint8)
+        unread = numbers.numpy().data
+        while unread:  # one read takes at most 2 GiB
             try:
-                count = os.preadv(self.descriptor, [left], start + length - len(left))
+                count = os.preadv(self.descriptor, [unread], start + length - len(unread))
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
             if not count:
@@ -100,8 +100,8 @@ class CheckpointFile:
                 raise CheckpointError(
                     f"{self.path}: expected {start + length:,} bytes, found {self.size:,}: was it copied whole?"
                 )
-            left = left[count:]
-        return found
+            unread = unread[count:]
+        return numbers
 
     def read_bytes(self, start: int, length: int) -> bytes:
         """As `read`, of a few bytes."""
@@ -177,7 +177,7 @@ class CheckpointFiles:
         that has the CRC-32 of each tensor. Where it has no such sums, the file's time of modification counts.
         """
         single = len(self._files) == 1 and not self._patterns
-        seen = [
+        states = [
             [
                 "" if single else name,
                 file.size,
@@ -186,7 +186,7 @@ class CheckpointFiles:
             ]
             for name, file in sorted(self._files.items())
         ]
-        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+        return hashlib.sha256(msgspec.json.encode(states)).hexdigest()
 
     def _list(self) -> set[str]:
         return {path.name for pattern in self._patterns for path in self._folder.glob(pattern)}

@@ -140,11 +140,11 @@ class InChunks:
         """Read rows [start, stop) from the chunks that have them, into a new tensor [stop − start, …]."""
         rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         for chunk in self.chunks:
-            row, *others = chunk.offsets
-            height, *sizes = chunk.numbers.shape
-            first, last = max(start, row), min(stop, row + height)
+            row, *column_offsets = chunk.offsets
+            row_count, *sizes = chunk.numbers.shape
+            first, last = max(start, row), min(stop, row + row_count)
             if first < last:
-                box = [slice(offset, offset + size) for offset, size in zip(others, sizes, strict=True)]
+                box = [slice(offset, offset + size) for offset, size in zip(column_offsets, sizes, strict=True)]
                 rows[(slice(first - start, last - start), *box)] = chunk.numbers.read(first - row, last - row)
         return rows
 
@@ -204,8 +204,8 @@ def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTable]:
 
 
 def _key(index: object) -> tuple[str, tuple[int, ...]]:
-    found = msgspec.convert(index, _Index, from_attributes=True)
-    return found.fqn, found.offset or ()
+    parsed = msgspec.convert(index, _Index, from_attributes=True)
+    return parsed.fqn, parsed.offset or ()
 
 
 def _tensors(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:

@@ -50,11 +50,11 @@ def load_tables(
     if total > (default_most_bytes() if most_bytes is None else most_bytes):
         return False
     state = _state(trained)
-    owned = {id(each) for each in state.values()}
+    owned = {id(tensor) for tensor in state.values()}
     inner = [inner_of(collection)[1] for collection in trained.found.collections.values()]
-    if not all(id(each) in owned for collection in inner for each in collection.parameters()):
+    if not all(id(parameter) in owned for collection in inner for parameter in collection.parameters()):
         return False
-    if any(each.device.type not in ("cpu", "meta") for each in state.values()):
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in state.values()):
         return False
     tables = {table.key: table for table in trained.tables}
     done = 0

@@ -76,7 +76,7 @@ def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKey
                 needed[weights.key] = f"position weights of feature {feature!r}"
         if table.id_map is not None:
             # Older checkpoints do not have the number of buckets.
-            keys = [each for each in table.id_map.keys if each != _bucket_count(table.id_map)]
+            keys = [key for key in table.id_map.keys if key != _bucket_count(table.id_map)]
             needed |= dict.fromkeys(keys, f"map of the ids of table {table.name!r}")
     groups = list(_groups(module))
     paths = [*_paths(module, [module.get_submodule(path) for path in trained.found.collections])]
@@ -119,13 +119,13 @@ def _bucket_count(id_map: object) -> str | None:
 
 def _groups(module: nn.Module) -> Iterator[_Group]:
     """The parameters and persistent buffers of a module."""
-    state = {name: each for name, each in module.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     owned = dict(_owned(module))
-    kept = {id(each) for each in state.values()} | {id(owned[name]) for name in state if name in owned}
+    saved = {id(tensor) for tensor in state.values()} | {id(owned[name]) for name in state if name in owned}
     groups: dict[Any, tuple[dict[int, Tensor], dict[str, None]]] = {}
-    for name, each in (state | {name: each for name, each in owned.items() if id(each) in kept}).items():
-        tensors, names = groups.setdefault(_memory(each), ({}, {}))
-        tensors[id(each)] = each
+    for name, tensor in (state | {name: tensor for name, tensor in owned.items() if id(tensor) in saved}).items():
+        tensors, names = groups.setdefault(_memory(tensor), ({}, {}))
+        tensors[id(tensor)] = tensor
         names[name] = None
     yield from (_Group((*tensors.values(),), (*names,)) for tensors, names in groups.values())
 
@@ -191,13 +191,13 @@ def take_place(module: nn.Module, tensor: Tensor, numbers: Tensor) -> None:
     """Have numbers take the place of a tensor of a module, wherever it has that."""
     new: Any = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
     for part in module.modules():
-        held: dict[str, Any]
-        for held in (part._parameters, part._buffers):
-            held.update({name: new for name, each in held.items() if each is tensor})
+        tensors: dict[str, Any]
+        for tensors in (part._parameters, part._buffers):
+            tensors.update({name: new for name, old in tensors.items() if old is tensor})
 
 
 def _tables_on_meta(collections: Iterable[nn.Module]) -> list[Tensor]:
-    return [each for collection in collections for each in collection.parameters() if each.is_meta]
+    return [parameter for collection in collections for parameter in collection.parameters() if parameter.is_meta]
 
 
 def _zeros(like: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _zeros(like: Tensor) -> Tensor:
 
 def _expect_plain_loading(path: str, part: nn.Module) -> None:
     """Refuse a module that changes what load_state_dict gives it: a checkpoint's numbers would not be its weights."""
-    hooks: list[Any] = [getattr(each, "hook", each) for each in part._load_state_dict_pre_hooks.values()]
+    hooks: list[Any] = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
     hooks += part._load_state_dict_post_hooks.values()
     hooks += [type(part)._load_from_state_dict, type(part).load_state_dict, type(part).set_extra_state]
     for hook in hooks:

@@ -49,9 +49,9 @@ def on_cpu(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: it cannot be copied.
     """
-    own = [each for part in model.modules() for each in vars(part).values()]
-    held = [*model.parameters(), *model.buffers(), *own]
-    moved = {id(each): brought for each in held if (brought := _brought(each)) is not each}
+    attributes = [value for part in model.modules() for value in vars(part).values()]
+    values = [*model.parameters(), *model.buffers(), *attributes]
+    moved = {id(value): brought for value in values if (brought := _brought(value)) is not value}
     return copied(model, (), moved) if moved else model
 
 
@@ -64,8 +64,8 @@ def _brought(value: object) -> object:
         return value
     if isinstance(value, torch.device):
         return torch.device("cpu")
-    own = value.detach().cpu()
-    return nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
+    numbers = value.detach().cpu()
+    return nn.Parameter(numbers, value.requires_grad) if isinstance(value, nn.Parameter) else numbers
 
 
 def copied(
@@ -85,14 +85,18 @@ def copied(
     """
     inside = {part for collection in collections for part in collection.modules()}
     others = [part for part in model.modules() if part not in inside]
-    tied = {id(each) for part in others for each in (*part._parameters.values(), *part._buffers.values())}
-    of_tables = [each for part in inside for each in (*part._parameters.values(), *part._buffers.values())]
-    shared: dict[int, object] = {id(each): each for each in of_tables if each is not None and id(each) not in tied}
+    tied = {id(tensor) for part in others for tensor in (*part._parameters.values(), *part._buffers.values())}
+    of_tables = [tensor for part in inside for tensor in (*part._parameters.values(), *part._buffers.values())]
+    shared: dict[int, object] = {
+        id(tensor): tensor for tensor in of_tables if tensor is not None and id(tensor) not in tied
+    }
     shared |= instead
     with suppress(Exception):  # its code may raise anything
         return copy.deepcopy(model, {**shared})
-    held = [each for part in model.modules() for name, each in vars(part).items() if name not in _PARTS]
-    shared |= {id(each): _alike(each) for each in held if id(each) not in shared and not _copies(each, shared)}
+    attributes = [value for part in model.modules() for name, value in vars(part).items() if name not in _PARTS]
+    shared |= {
+        id(value): _alike(value) for value in attributes if not (id(value) in shared or _copies(value, shared))
+    }
     try:
         return copy.deepcopy(model, {**shared})
     except Exception as error:  # its code may raise anything

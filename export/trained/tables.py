@@ -102,14 +102,15 @@ def collect_tables(module: nn.Module, *, follow: bool = True) -> Trained:
     """
     found = find_collections(module, follow=follow)
     configs = {path: _configs(collection) for path, collection in found.collections.items()}
-    every = [config for each in configs.values() for config in each]
-    tables = Counter(config.name for config in every)
-    readers = Counter(key for config in every for key in config.feature_names)
+    all_configs = [config for of_collection in configs.values() for config in of_collection]
+    tables = Counter(config.name for config in all_configs)
+    readers = Counter(key for config in all_configs for key in config.feature_names)
     by_collection = {
         path: tuple(
-            _trained_table(path, config, found.collections[path], tables[config.name] > 1, readers) for config in each
+            _trained_table(path, config, found.collections[path], tables[config.name] > 1, readers)
+            for config in of_collection
         )
-        for path, each in configs.items()
+        for path, of_collection in configs.items()
     }
     trained = Trained(found, by_collection)
     for name, count in Counter(name for table in trained.tables for name in table.features).items():
@@ -151,11 +152,11 @@ def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tupl
     """The position weights of each key. None: there is no feature processor."""
     if not isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         return None
-    found = {
+    by_key = {
         key: PositionWeights(dotted(path, name), weights.numel())
         for key, (name, weights) in position_weights_of(collection).items()
     }
-    return tuple(found.get(key, PositionWeights()) for key in keys)
+    return tuple(by_key.get(key, PositionWeights()) for key in keys)
 
 
 def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
