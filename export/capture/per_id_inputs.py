@@ -1,8 +1,8 @@
-"""Which key the numbers of a JaggedTensor are of that no collection looks up, as a graph of the forward has it.
+"""Which key the numbers of a JaggedTensor belong to that no collection looks up, read off a graph of the forward.
 
-A JaggedTensor brings lengths of its own. It has a number for each id of a key where the forward puts its numbers
-beside the rows of that key: side by side as they are, so that there have to be as many; found by the same lengths; or
-position by position where both were padded. What an example has as many of may be a coincidence, and says nothing.
+A JaggedTensor brings lengths of its own. It has a number for each id of a key if the forward puts its numbers beside
+the rows of that key: side by side as they are, so that there have to be equally many; found by the same lengths; or
+position by position after both were padded. Equal lengths in the example may be a coincidence, and do not count.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from export.capture.row_counts import Input, is_lengths, symbolic_dims
 from export.capture.tensor_provenance import KjtParts
 from serving.bundle.scores import JaggedInput
 
-# Of a step, by dimension: whose ids its positions are.
+# Of a node, by dimension: the names whose ids its positions are.
 _Positions = Mapping[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class KeysOfInputs:
-    """What is decided of numbers.
+    """Which keys numbers belong to.
 
     Attributes:
-        keys: by name, the key that they have a number for each id of.
-        undecided: by name, why that is not known.
+        keys: by name, the key of which they have a number for each id.
+        undecided: by name, why the key is not known.
     """
 
     keys: Mapping[str, str]
@@ -43,33 +43,35 @@ def find_keys_of_inputs(
     parts: Sequence[KjtParts],
     bags: Bags,
 ) -> KeysOfInputs:
-    """Read off a graph which keys numbers are of.
+    """Read off a graph which keys numbers belong to.
 
     Args:
         graph: of a forward. It takes lengths of each key, and of all numbers.
-        inputs: what it takes. The first has a row for each sample.
+        inputs: of the graph. The first has a row for each sample.
         key_of: of each input with rows for ids, the key or the numbers.
-        numbers: the names of what no collection looks up.
-        parts: the KJTs and JaggedTensors that the forward makes of tensors of the example.
+        numbers: the names that no collection looks up.
+        parts: the tensors of the example that the forward makes KJTs and JaggedTensors of.
         bags: of the example.
     """
-    found = _Groups(numbers)
-    of_lengths: dict[tuple[str, int], str] = {}
+    groups = _Groups(numbers)
+    name_of_lengths: dict[tuple[str, int], str] = {}
     for part in parts:
-        for number, name in enumerate(part.keys):
-            found.join(of_lengths.setdefault((part.lengths, number), name), name)
-    rows = _join_by_size(found, inputs, key_of)
-    _join_by_lengths(found, graph, inputs, rows)
-    _Padded(found, rows, next(iter(inputs)).meta["val"].shape[0]).follow(graph)
+        for index, name in enumerate(part.keys):
+            groups.join(name_of_lengths.setdefault((part.lengths, index), name), name)
+    name_of_size = _join_by_size(groups, inputs, key_of)
+    _join_by_lengths(groups, graph, inputs, name_of_size)
+    _PaddedPositions(groups, name_of_size, next(iter(inputs)).meta["val"].shape[0]).read(graph)
     keys, undecided = dict[str, str](), dict[str, str]()
     for name in numbers:
-        of = found.keys_of(name)
-        alike = [key for key in of if key in bags and have_same_lengths(bags[key], bags[name])]
-        if alike:
-            keys[name] = alike[0]
-        elif of:
-            undecided[name] = f"it is put beside rows of {of[0]!r}, and the example has more or fewer of these"
-        elif several := found.several(name):
+        candidates = groups.keys_of(name)
+        fitting = [key for key in candidates if key in bags and have_same_lengths(bags[key], bags[name])]
+        if fitting:
+            keys[name] = fitting[0]
+        elif candidates:
+            undecided[name] = (
+                f"it is put beside rows of {candidates[0]!r}, and the example has more or fewer of these"
+            )
+        elif several := groups.keys_met(name):
             undecided[name] = f"it is put beside rows of {' and of '.join(map(repr, several))}"
         else:
             undecided[name] = "it is put beside rows of no key"
@@ -78,80 +80,93 @@ def find_keys_of_inputs(
 
 @dataclass(slots=True)
 class _Groups:
-    """Keys and numbers that have as many ids in each sample, as far as is known."""
+    """Keys and numbers that must have equally many ids in each sample."""
 
     numbers: Collection[str]
-    _group: dict[str, list[str]] = field(default_factory=dict)
+    _groups: dict[str, list[str]] = field(default_factory=dict)
     _met: dict[str, set[str]] = field(default_factory=dict)
 
-    def of(self, name: str) -> list[str]:
-        """The whole group of a name."""
-        return self._group.setdefault(name, [name])
+    def group_of(self, name: str) -> list[str]:
+        """All names in the group of a name."""
+        return self._groups.setdefault(name, [name])
 
     def join(self, one: str, other: str) -> None:
-        """Make one group of two."""
-        if self.of(one) is not self.of(other):
-            self._group |= dict.fromkeys(joined := [*self.of(one), *self.of(other)], joined)
+        """Merge the groups of two names."""
+        if self.group_of(one) is not self.group_of(other):
+            merged = [*self.group_of(one), *self.group_of(other)]
+            self._groups |= dict.fromkeys(merged, merged)
 
-    def _own_keys(self, name: str) -> list[str]:
-        return [each for each in self.of(name) if each not in self.numbers]
+    def _keys_in_group(self, name: str) -> list[str]:
+        return [member for member in self.group_of(name) if member not in self.numbers]
 
-    def meet(self, one: Collection[str], other: Collection[str]) -> None:
-        """Note that positions meet: those of `one` are not yet those of any key."""
-        if any(self._own_keys(name) for name in one):
+    def meet(self, names: Collection[str], other_names: Collection[str]) -> None:
+        """Record that positions of `names` meet those of `other_names`, unless `names` already belong to a key."""
+        if any(self._keys_in_group(name) for name in names):
             return
-        keyed = [name for name in other if self._own_keys(name)]
-        for name in one:
+        keyed = [name for name in other_names if self._keys_in_group(name)]
+        for name in names:
             self._met.setdefault(name, set()).update(keyed)
-            if not keyed and other:
-                self.join(name, min(other))
+            if not keyed and other_names:
+                self.join(name, min(other_names))
 
-    def several(self, name: str) -> list[str]:
-        """The keys, one of each group, whose positions numbers meet."""
-        firsts = {self._own_keys(key)[0] for each in self.of(name) for key in self._met.get(each, ())}
-        return sorted(firsts)
+    def keys_met(self, name: str) -> list[str]:
+        """The keys, one of each group, whose positions the numbers of a name meet."""
+        return sorted(
+            {self._keys_in_group(key)[0] for member in self.group_of(name) for key in self._met.get(member, ())}
+        )
 
     def keys_of(self, name: str) -> list[str]:
-        """The keys that numbers are of; none where that is not known."""
-        if own := self._own_keys(name):
-            return own
-        firsts = self.several(name)
-        return self._own_keys(firsts[0]) if len(firsts) == 1 else []
+        """The keys that numbers belong to; none if that is not known."""
+        if keys := self._keys_in_group(name):
+            return keys
+        met = self.keys_met(name)
+        return self._keys_in_group(met[0]) if len(met) == 1 else []
 
 
 def _join_by_size(
-    found: _Groups, inputs: Mapping[fx.Node, Input], key_of: Mapping[JaggedInput, str]
+    groups: _Groups, inputs: Mapping[fx.Node, Input], key_of: Mapping[JaggedInput, str]
 ) -> dict[Any, str]:
-    """Join what has to have as many rows, or the forward cannot be called. By size: whose rows these are."""
-    rows: dict[Any, str] = {}
-    for node, each in inputs.items():
-        if isinstance(each, JaggedInput) and not is_lengths(each):
+    """Join inputs that must have equally many rows, or the forward fails. Returns a name for each number of rows."""
+    name_of_size: dict[Any, str] = {}
+    for node, name in inputs.items():
+        if isinstance(name, JaggedInput) and not is_lengths(name):
             for size, dim in symbolic_dims(node):
                 if dim == 0:
-                    found.join(rows.setdefault(size, key_of[each]), key_of[each])
-    return rows
+                    groups.join(name_of_size.setdefault(size, key_of[name]), key_of[name])
+    return name_of_size
 
 
 def _join_by_lengths(
-    found: _Groups, graph: fx.Graph, inputs: Mapping[fx.Node, Input], rows: Mapping[Any, str]
+    groups: _Groups, graph: fx.Graph, inputs: Mapping[fx.Node, Input], name_of_size: Mapping[Any, str]
 ) -> None:
-    """Join rows with the lengths by which a step finds them, or makes as many."""
-    made_of: dict[fx.Node, frozenset[str]] = {}
+    """Join rows with the lengths by which a node finds them, or repeats others as often."""
+    lengths_in: dict[fx.Node, frozenset[str]] = {}  # the names whose lengths a node is made of
     for node in graph.nodes:
-        given = inputs.get(node)
-        if isinstance(given, JaggedInput):
-            made_of[node] = frozenset([given.name]) if is_lengths(given) else frozenset()
+        name = inputs.get(node)
+        if isinstance(name, JaggedInput):
+            lengths_in[node] = frozenset([name.name]) if is_lengths(name) else frozenset()
             continue
-        parts = [] if has_none_of_the_numbers(node) else node.all_input_nodes
-        made_of[node] = frozenset[str]().union(*(made_of.get(each, frozenset()) for each in parts))
-        lengths = {*made_of[node]} if len(parts) == 1 else set[str]()
-        lengths.update(*(made_of[each] for each in parts if _is_integers(each) and len(made_of[each]) == 1))
+        arguments = [] if has_none_of_the_numbers(node) else node.all_input_nodes
+        lengths_in[node] = frozenset[str]().union(*(lengths_in.get(argument, frozenset()) for argument in arguments))
+        lengths = {*lengths_in[node]} if len(arguments) == 1 else set[str]()
+        lengths.update(
+            *(
+                lengths_in[argument]
+                for argument in arguments
+                if _is_integers(argument) and len(lengths_in[argument]) == 1
+            )
+        )
         is_repeated = str(node.target).startswith("aten.repeat_interleave.")
-        touched = [*(part for part in parts if _is_tensor(part)), *([node] if is_repeated else [])]
-        owners = {rows[size] for each in touched for size, dim in symbolic_dims(each) if dim == 0 and size in rows}
-        if len(lengths) == 1 and (len(touched) > 1 or is_repeated):
-            for owner in owners:
-                found.join(owner, *lengths)
+        tensors = [*(argument for argument in arguments if _is_tensor(argument)), *([node] if is_repeated else [])]
+        names = {
+            name_of_size[size]
+            for tensor in tensors
+            for size, dim in symbolic_dims(tensor)
+            if dim == 0 and size in name_of_size
+        }
+        if len(lengths) == 1 and (len(tensors) > 1 or is_repeated):
+            for name_of_rows in names:
+                groups.join(name_of_rows, *lengths)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -163,8 +178,8 @@ def _is_integers(node: fx.Node) -> bool:
 
 
 _PADDING = ("fbgemm.jagged_to_padded_dense", "fbgemm.jagged_1d_to_dense", "fbgemm.jagged_2d_to_dense")
-# Steps that change no position, of any dimension; they take positions from their first argument.
-_IN_PLACE = (
+# Operators that move nothing: each dimension has the positions of their first argument.
+_UNMOVED = (
     "aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten.layer_norm.default",
     "aten.dropout.default", "aten.clone.default", "aten.contiguous.default", "aten.detach.default",
     "aten.detach_.default", "aten.alias.default", "aten.to.dtype", "aten.to.device", "aten._to_copy.default",
@@ -178,35 +193,35 @@ _REDUCING = (
 _PRODUCTS = ("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
 
 
-class _Padded:
-    """Follows whose ids the positions of padded tensors are, and notes where those of two meet.
+class _PaddedPositions:
+    """Reads off a graph whose ids the positions of padded tensors are, and records where those of two names meet.
 
-    A step that is not known here drops the positions, which leaves the key undecided.
+    An operator that is not known here drops the positions, which leaves the key undecided.
 
     Args:
-        found: gets what meets.
-        rows: whose rows tensors of a size have.
+        groups: the names, which are joined or met.
+        name_of_size: the name whose rows tensors with a number of rows have.
         samples: the number of samples.
     """
 
-    def __init__(self, found: _Groups, rows: Mapping[Any, str], samples: Any) -> None:
-        self._found, self._rows, self._samples = found, rows, samples
-        self._of: dict[fx.Node, _Positions] = {}
+    def __init__(self, groups: _Groups, name_of_size: Mapping[Any, str], samples: Any) -> None:
+        self._groups, self._name_of_size, self._samples = groups, name_of_size, samples
+        self._positions: dict[fx.Node, _Positions] = {}
 
-    def follow(self, graph: fx.Graph) -> None:
-        """Look at all steps, in order."""
+    def read(self, graph: fx.Graph) -> None:
+        """Visit all nodes, in order."""
         for node in graph.nodes:
             if node.op == "call_function" and _is_tensor(node):
-                self._of[node] = {dim: names for dim, names in self._positions(node).items() if names}
+                self._positions[node] = {dim: names for dim, names in self._positions_of(node).items() if names}
 
-    def _positions(self, node: fx.Node) -> _Positions:
+    def _positions_of(self, node: fx.Node) -> _Positions:
         name, first = str(node.target), next(iter(node.all_input_nodes), None)
         if first is None or not _is_tensor(first):
             return {}
         if name.startswith(_PADDING):
-            owner = {self._rows[size] for size, dim in symbolic_dims(first) if dim == 0 and size in self._rows}
-            return {1: frozenset(owner)}
-        own = self._of.get(first, {})
+            sizes = [size for size, dim in symbolic_dims(first) if dim == 0]
+            return {1: frozenset(self._name_of_size[size] for size in sizes if size in self._name_of_size)}
+        of_first = self._positions.get(first, {})
         if name in _PRODUCTS:
             return self._of_product(*node.all_input_nodes[:2]) if len(node.all_input_nodes) > 1 else {}
         if name == "aten.einsum.default":
@@ -214,110 +229,120 @@ class _Padded:
         if name in ("aten.cat.default", "aten.stack.default"):
             return self._of_join(node, is_stack="stack" in name)
         if name == "aten.embedding.default":
-            return self._of.get(node.all_input_nodes[-1], {})
-        if name in _IN_PLACE:
+            return self._positions.get(node.all_input_nodes[-1], {})
+        if name in _UNMOVED:
             last = node.meta["val"].dim() - 1
-            return {dim: names for dim, names in own.items() if name != "aten.linear.default" or dim != last}
+            return {dim: names for dim, names in of_first.items() if name != "aten.linear.default" or dim != last}
         if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-            return self._together(
-                range(node.meta["val"].dim()), [each for each in node.all_input_nodes if _is_tensor(each)]
-            )
-        return {new: own[old] for new, old in _kept_dims(node, first, self._samples) if old in own}
+            tensors = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
+            return self._of_broadcast(node.meta["val"].dim(), tensors)
+        return {
+            dim: of_first[first_dim]
+            for dim, first_dim in _kept_dims(node, first, self._samples)
+            if first_dim in of_first
+        }
 
     def _meet(self, sides: Sequence[frozenset[str]]) -> frozenset[str]:
+        """Record that positions meet; they are all of these names from here on."""
         for number, one in enumerate(sides):
             for other in sides[number + 1 :]:
-                self._found.meet(one - other, other - one)
-                self._found.meet(other - one, one - other)
+                self._groups.meet(one - other, other - one)
+                self._groups.meet(other - one, one - other)
         return frozenset[str]().union(*sides)
 
-    def _together(self, dims: Sequence[int], parts: Sequence[fx.Node]) -> _Positions:
-        """The positions of what is put together as it broadcasts: dimensions are counted from the last."""
-        missing = [len(dims) - part.meta["val"].dim() for part in parts]
+    def _names_of(self, node: fx.Node, dim: int) -> frozenset[str]:
+        return self._positions.get(node, {}).get(dim, frozenset())
+
+    def _of_broadcast(self, dims: int, parts: Sequence[fx.Node]) -> _Positions:
+        """The positions of tensors that broadcast: their dimensions are counted from the last."""
+        missing = [dims - part.meta["val"].dim() for part in parts]
         return {
-            dim: self._meet(
-                [self._of.get(part, {}).get(dim - by, frozenset()) for part, by in zip(parts, missing, strict=True)]
-            )
-            for dim in dims
+            dim: self._meet([self._names_of(part, dim - by) for part, by in zip(parts, missing, strict=True)])
+            for dim in range(dims)
         }
 
     def _of_join(self, node: fx.Node, *, is_stack: bool) -> _Positions:
-        parts = [each for each in node.all_input_nodes if _is_tensor(each)]
-        at = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+        parts = [argument for argument in node.all_input_nodes if _is_tensor(argument)]
         dims = parts[0].meta["val"].dim()
-        at %= dims + is_stack
-        sides = {dim: [self._of.get(part, {}).get(dim, frozenset()) for part in parts] for dim in range(dims)}
+        joined_dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+        joined_dim %= dims + is_stack
+        sides = {dim: [self._names_of(part, dim) for part in parts] for dim in range(dims)}
         if is_stack:
-            return {dim + (dim >= at): self._meet(each) for dim, each in sides.items()}
-        return {dim: self._meet(each) for dim, each in sides.items() if dim != at}
+            return {dim + (dim >= joined_dim): self._meet(names) for dim, names in sides.items()}
+        return {dim: self._meet(names) for dim, names in sides.items() if dim != joined_dim}
 
-    def _of_product(self, one: fx.Node, other: fx.Node) -> _Positions:
-        dims = [each.meta["val"].dim() for each in (one, other)]
-        if min(dims) < 2:
+    def _of_product(self, left: fx.Node, right: fx.Node) -> _Positions:
+        left_dims, right_dims = left.meta["val"].dim(), right.meta["val"].dim()
+        if min(left_dims, right_dims) < 2:
             return {}
-        left, right = self._of.get(one, {}), self._of.get(other, {})
-        self._meet([left.get(dims[0] - 1, frozenset()), right.get(dims[1] - 2, frozenset())])
-        last = max(dims) - 1
-        return {last - 1: left.get(dims[0] - 2, frozenset()), last: right.get(dims[1] - 1, frozenset())}
+        self._meet([self._names_of(left, left_dims - 1), self._names_of(right, right_dims - 2)])
+        last = max(left_dims, right_dims) - 1
+        return {last - 1: self._names_of(left, left_dims - 2), last: self._names_of(right, right_dims - 1)}
 
     def _of_einsum(self, equation: str, parts: Sequence[fx.Node]) -> _Positions:
-        given, _, answer = equation.partition("->")
-        terms = given.split(",")
+        inputs, _, output = equation.partition("->")
+        terms = inputs.split(",")
         if "." in equation or len(terms) != len(parts):
             return {}
         names = {
             letter: self._meet(
                 [
-                    self._of.get(part, {}).get(term.index(letter), frozenset())
+                    self._names_of(part, term.index(letter))
                     for term, part in zip(terms, parts, strict=True)
                     if letter in term
                 ]
             )
             for letter in dict.fromkeys("".join(terms))
         }
-        return {dim: names[letter] for dim, letter in enumerate(answer)}
+        return {dim: names[letter] for dim, letter in enumerate(output)}
 
 
 def _kept_dims(node: fx.Node, first: fx.Node, samples: Any) -> Iterator[tuple[int, int]]:
-    """The dimensions of a step whose positions are those of a dimension of its first argument, and these."""
+    """The dimensions of a node whose positions are those of a dimension of its first argument: (its own, first's)."""
     name, old, new = str(node.target), first.meta["val"], node.meta["val"]
     args: Any = node.args
+    dims = range(old.dim())
     if name in _VIEWS:
         yield from _kept_by_view([*old.shape], [*new.shape], samples)
     elif name == "aten.unsqueeze.default":
-        at = args[1] % new.dim()
-        yield from ((dim + (dim >= at), dim) for dim in range(old.dim()))
+        added = args[1] % new.dim()
+        yield from ((dim + (dim >= added), dim) for dim in dims)
     elif name.startswith("aten.squeeze.") and len(args) > 1:
-        gone = {each % old.dim() for each in (args[1] if isinstance(args[1], list | tuple) else [args[1]])}
-        gone = {dim for dim in gone if isinstance(old.shape[dim], int) and old.shape[dim] == 1}
-        yield from enumerate(dim for dim in range(old.dim()) if dim not in gone)
+        squeezed = {dim for dim in _dims_in(args[1], old) if isinstance(old.shape[dim], int) and old.shape[dim] == 1}
+        yield from enumerate(dim for dim in dims if dim not in squeezed)
     elif name == "aten.transpose.int":
-        order = list(range(old.dim()))
+        order = list(dims)
         one, other = args[1] % old.dim(), args[2] % old.dim()
         order[one], order[other] = order[other], order[one]
         yield from enumerate(order)
     elif name == "aten.permute.default":
         yield from enumerate(dim % old.dim() for dim in args[1])
     elif name == "aten.expand.default":
-        by = new.dim() - old.dim()
-        yield from ((dim + by, dim) for dim in range(old.dim()))
+        added = new.dim() - old.dim()
+        yield from ((dim + added, dim) for dim in dims)
     elif name in _REDUCING and len(args) > 1 and args[1] is not None and new.dim() > 0:
-        gone = {each % old.dim() for each in (args[1] if isinstance(args[1], list | tuple) else [args[1]])}
-        kept = [dim for dim in range(old.dim()) if dim not in gone]
+        reduced = _dims_in(args[1], old)
+        kept = [dim for dim in dims if dim not in reduced]
         yield from ((dim, dim) for dim in kept) if new.dim() == old.dim() else enumerate(kept)
     elif name == "aten.select.int":
-        yield from enumerate(dim for dim in range(old.dim()) if dim != args[1] % old.dim())
+        yield from enumerate(dim for dim in dims if dim != args[1] % old.dim())
     elif name == "aten.slice.Tensor":
-        at = (args[1] if len(args) > 1 else 0) % old.dim()
+        sliced = (args[1] if len(args) > 1 else 0) % old.dim()
         is_from_first = len(args) < 3 or args[2] in (0, None)
-        is_each = len(args) < 5 or args[4] == 1
-        yield from ((dim, dim) for dim in range(old.dim()) if dim != at or (is_from_first and is_each))
+        has_no_step = len(args) < 5 or args[4] == 1
+        yield from ((dim, dim) for dim in dims if dim != sliced or (is_from_first and has_no_step))
+
+
+def _dims_in(argument: Any, tensor: Tensor) -> set[int]:
+    """The dimensions that an argument names: a number or several, which may be negative."""
+    return {dim % tensor.dim() for dim in (argument if isinstance(argument, list | tuple) else [argument])}
 
 
 def _kept_by_view(old: Sequence[Any], new: Sequence[Any], samples: Any) -> Iterator[tuple[int, int]]:
-    """As `_kept_dims`, of a view: from both ends as long as sizes are the same; samples and positions may be one.
+    """As `_kept_dims`, for a view: dimensions from both ends, as long as their sizes are equal.
 
-    Dimensions of size 1 do not count.
+    A view may also merge the samples and the positions into one dimension, or split it. Dimensions of size 1 do not
+    count.
     """
     olds, news = ([dim for dim, size in enumerate(shape) if str(size) != "1"] for shape in (old, new))
     count = 0
