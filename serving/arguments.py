@@ -27,8 +27,8 @@ def check_arguments(config: Any) -> None:
         ConfigurationError: naming the field, what was expected and what came.
     """
     kinds = _kinds(config.__class__)
-    for each in fields(config):
-        check_argument(each.name, getattr(config, each.name), kinds[each.name], secret=not each.repr)
+    for setting in fields(config):
+        check_argument(setting.name, getattr(config, setting.name), kinds[setting.name], secret=not setting.repr)
 
 
 def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) -> None:
@@ -66,7 +66,7 @@ def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]
 def _fits(value: Any, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in parts)
+        return any(_fits(value, part) for part in parts)
     if kind is int or kind is float:
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     if origin is None:
@@ -76,7 +76,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if _is_of_mappings(kind):
         return isinstance(value, origin) and not any(_misfits("", value, kind))
     # A string is a sequence of strings; nobody means that.
-    return isinstance(value, origin) and not isinstance(value, str) and all(_fits(each, parts[0]) for each in value)
+    return isinstance(value, origin) and not isinstance(value, str) and all(_fits(item, parts[0]) for item in value)
 
 
 def _is_of_mappings(kind: Any) -> bool:

@@ -44,13 +44,13 @@ class GroupAnswer:
     """The outcomes of requests that are answered together.
 
     Attributes:
-        validated: those of them that are right, and are looked up.
-        positions: of these among all.
-        errors: why others get no answer, by their position among all.
-        ids_outside: how many ids of those that are right were outside [0, rows), by table.
+        validated: the valid requests, which are looked up.
+        positions: their positions among all requests.
+        errors: the errors of the other requests, by position among all requests.
+        ids_outside: how many ids of valid requests were outside [0, rows), by table.
         batches: what is looked up.
-        answers: what the ranks say to each batch.
-        scores: by output, of the requests of `validated` that ask for some, by their position there.
+        answers: the answer of the ranks to each batch.
+        scores: the scores by output of the requests that ask for scores, by position in `validated`.
         times: what `perf_counter` said when the requests were validated, merged, looked up and scored, in seconds.
     """
 
@@ -67,32 +67,33 @@ class GroupAnswer:
         """For each request its outputs by name, as they travel, without the leading 1; or its error."""
         if not self.errors:
             return [*self.outputs()]
-        found: dict[int, Outcome] = dict(zip(self.positions, self.outputs(), strict=True))
-        found |= self.errors
-        return [found[position] for position in range(len(found))]
+        outcomes: dict[int, Outcome] = dict(zip(self.positions, self.outputs(), strict=True))
+        outcomes |= self.errors
+        return [outcomes[position] for position in range(len(outcomes))]
 
     def outputs(self) -> list[Outputs]:
         """The outputs of each request that is right. Where a host is lost, they are not complete."""
-        outputs = unmerge(self.validated, self.batches, [each.embeddings for each in self.answers])
+        outputs = unmerge(self.validated, self.batches, [answer.embeddings for answer in self.answers])
         if self.scores:
-            return [{**each, **self.scores.get(number, {})} for number, each in enumerate(outputs)]
+            return [{**looked_up, **self.scores.get(number, {})} for number, looked_up in enumerate(outputs)]
         return outputs
 
     def by_feature(self, tensors: Tensors) -> dict[str, Any]:
         """The answer to the only request, `tensors`, by feature: [B, dim], or Rows. Nothing is copied."""
         (request,) = self.validated.requests
-        feature_set = request.feature_set
-        found: dict[str, Any] = {}
+        features = request.feature_set
+        by_feature: dict[str, Any] = {}
         for batch, answer in zip(self.batches, self.answers, strict=True):
             if isinstance(batch, PooledBatch):
                 dims = dict(zip(batch.feature_set.names, batch.feature_set.dims.tolist(), strict=True))
-                found |= decode(answer.embeddings, dims)
-        if len(found) < len(feature_set.names):
-            rows = unmerge_rows(self.batches, [each.embeddings for each in self.answers])
-            lengths = lengths_by_key(tensors, feature_set.keys)
-            keys = zip(feature_set.names, feature_set.key_of, feature_set.positions.tolist(), strict=True)
-            found |= {name: JaggedRows(rows[0, at], lengths[key]) for name, key, at in keys if name not in found}
-        return {name: found[name] for name in feature_set.names}
+                by_feature |= decode(answer.embeddings, dims)
+        if len(by_feature) < len(features.names):
+            rows = unmerge_rows(self.batches, [answer.embeddings for answer in self.answers])
+            lengths = lengths_by_key(tensors, features.keys)
+            for name, key, position in zip(features.names, features.key_of, features.positions.tolist(), strict=True):
+                if name not in by_feature:
+                    by_feature[name] = JaggedRows(rows[0, position], lengths[key])
+        return {name: by_feature[name] for name in features.names}
 
 
 def answer(
@@ -110,13 +111,13 @@ def answer(
         dense: makes scores.
     """
     validated, positions, errors, ids_outside = validate_each(requests)
-    checked_at = perf_counter()
+    validated_at = perf_counter()
     batches = merge_all(schema, validated)
     merged_at = perf_counter()
     answers = look_up(batches)
     looked_up_at = perf_counter()
-    scores = {} if dense is None else dense.score_all(validated, batches, [each.embeddings for each in answers])
-    times = checked_at, merged_at, looked_up_at, perf_counter()
+    scores = {} if dense is None else dense.score_all(validated, batches, [answer.embeddings for answer in answers])
+    times = validated_at, merged_at, looked_up_at, perf_counter()
     for number, error in failed_of(answers).items():
         errors[positions[number]] = error
     return GroupAnswer(validated, positions, errors, ids_outside, batches, answers, scores, times)
@@ -165,7 +166,7 @@ class Engine(Closing):
         self.ranks = open_ranks(bundle, self.table_files, given, patience_s, threads)
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
-        for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
+        for folder in {bundle.path, *(folder for folder in linked if (folder / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
         self.schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
         self._dense = DenseProgram(bundle, self.schema) if isinstance(self.schema, ScoringSchema) else None
@@ -245,8 +246,8 @@ class Engine(Closing):
                 `zero` gives a row of zeros.
         """
         tensors = encode_rows(table, ids, weighted=self.schema.weighted)
-        found: Embeddings = self._answered(tensors).by_feature(tensors)[table].values
-        return found
+        rows: JaggedRows = self._answered(tensors).by_feature(tensors)[table]
+        return rows.values
 
     def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, shared: Collection[str] = ()) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
@@ -290,10 +291,10 @@ class Engine(Closing):
 
     def _answered(self, tensors: Tensors) -> GroupAnswer:
         """The answer to one request; raises InvalidRequest and HostUnavailable."""
-        found = self.answer([accept(self.schema, tensors)])
-        if found.errors:
-            raise found.errors.pop(0)  # nothing else may hold the error: it holds this frame
-        return found
+        answer = self.answer([accept(self.schema, tensors)])
+        if answer.errors:
+            raise answer.errors.pop(0)  # nothing else may hold the error, which holds this frame
+        return answer
 
 
 def _hosts_of(bundle: Bundle, hosts: HostsConfig | None) -> HostsConfig | None:

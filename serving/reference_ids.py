@@ -14,16 +14,18 @@ _64_BITS = 2**64 - 1
 
 def rows_of_known(directory: Path, id_map: IdMap, request: Tensors) -> dict[int, int]:
     """The rows of the ids of a request that a map knows. All of its entries are looked through; no id is hashed."""
-    asked = np.unique(request.values.astype(np.int64, copy=False))
+    request_ids = np.unique(request.values.astype(np.int64, copy=False))
     shape = (id_map.capacity, 2)
     stored = np.memmap(directory / IDS, np.int64, mode="r", offset=id_map.entries_offset, shape=shape)
-    is_asked = np.searchsorted(asked, stored[:, 0]) < np.searchsorted(asked, stored[:, 0], side="right")
-    return dict(stored[is_asked & (stored[:, 1] >= 0)].tolist())
+    is_requested = np.searchsorted(request_ids, stored[:, 0]) < np.searchsorted(
+        request_ids, stored[:, 0], side="right"
+    )
+    return dict(stored[is_requested & (stored[:, 1] >= 0)].tolist())
 
 
-def remapped(table: Table, id_map: IdMap, known: Mapping[int, int], ids: Ids) -> Ids:
+def remapped(table: Table, id_map: IdMap, known_rows: Mapping[int, int], ids: Ids) -> Ids:
     """The row that each raw id of a table reads: int64 [n]."""
-    rows = (known[id_] if id_ in known else _row_of_other(table, id_map, id_) for id_ in ids.tolist())
+    rows = (known_rows[id_] if id_ in known_rows else _row_of_other(table, id_map, id_) for id_ in ids.tolist())
     return np.fromiter(rows, np.int64, ids.size)
 
 
@@ -33,10 +35,10 @@ def _row_of_other(table: Table, id_map: IdMap, id_: int) -> int:
     if id_map.hashed is None:
         return table.rows - 1
     bounds, buckets = id_map.hashed.bounds, len(id_map.hashed.bounds) - 1
-    bucket, place = id_ % buckets, id_ // buckets
+    bucket, quotient = id_ % buckets, id_ // buckets
     if (size := id_map.hashed.input_hash_size) is not None:
-        bucket, place = divmod(id_, (size + buckets - 1) // buckets)
-    hashed = _murmur3(place if id_map.hashed.divided else id_)
+        bucket, quotient = divmod(id_, (size + buckets - 1) // buckets)
+    hashed = _murmur3(quotient if id_map.hashed.divided else id_)
     return bounds[bucket] + hashed % (bounds[bucket + 1] - bounds[bucket])
 
 

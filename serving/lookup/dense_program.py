@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from serving.requests.types import Array, Embeddings, Outputs, ValidatedRequests
 # Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
 # again at the first with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
-# So many samples are scored at a time where sequences are padded: what is made of them then stays in the processor's
-# caches (docs/decisions/0007-dense-part.md).
+# Samples that are scored at a time if sequences are padded: intermediate results then stay in the processor's caches
+# (docs/decisions/0007-dense-part.md).
 SLICE = 64
-# What they raise if a program does not fit its manifest.
+# What these calls raise if a program does not fit its manifest.
 _FAILURES = (RuntimeError, ValueError, MemoryError)
 
 
@@ -60,12 +60,12 @@ class DenseProgram:
             except _FAILURES as error:
                 why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
                 raise BundleError(f"{path}: cannot score: {why}: export it again") from error
-            counts = [1 if each.key is None else part.fixed_lengths.get(each.key, 1) for each in part.outputs]
-            said = [
-                (each.dtype.numpy, (samples * n, *each.shape)) for n, each in zip(counts, part.outputs, strict=True)
-            ]
-            if (given := [(each.dtype, each.shape) for each in answers]) != said:
-                what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in given)
+            expected = []
+            for output in part.outputs:
+                rows = samples * (1 if output.key is None else part.fixed_lengths.get(output.key, 1))
+                expected.append((output.dtype.numpy, (rows, *output.shape)))
+            if (actual := [(answer.dtype, answer.shape) for answer in answers]) != expected:
+                what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in actual)
                 raise BundleError(f"{path}: answers {what}: was compiled for another manifest: export it again")
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
@@ -73,9 +73,9 @@ class DenseProgram:
                 self._first_call(bundle.manifest, 1, 0)
 
     def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:
-        """Score zeros: so many samples, each with so many ids of each key, or as many as the model takes."""
+        """Score zeros: samples with `ids` ids of each key, or with the fixed number that the model takes."""
         part = self.part
-        dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.by_sample]
+        dense = [np.zeros((samples, *dense_input.shape), dense_input.dtype.numpy) for dense_input in part.by_sample]
         jagged = zero_jagged(manifest, part, samples, ids)
         return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
 
@@ -94,12 +94,12 @@ class DenseProgram:
             By the position of the request in `validated`: the outputs that it asks for by name, [B_r, …], or
             [n_r, …] with a row for each id of a key.
         """
-        asking = [number for number, request in enumerate(validated.requests) if request.dense is not None]
-        if not asking:
+        numbers = [number for number, request in enumerate(validated.requests) if request.dense is not None]
+        if not numbers:
             return {}
         rows = unmerge_rows(batches, answers) if self.part.jagged else {}
         samples, inputs = list[int](), list[Sequence[Array]]()
-        for number in asking:
+        for number in numbers:
             request = validated.requests[number]
             samples.append(request.samples)
             dense = request.dense or ()
@@ -107,12 +107,12 @@ class DenseProgram:
                 [*dense, *jagged_inputs(self._schema, request, rows, number)] if self.part.jagged else dense
             )
         if self._width:
-            embeddings = _for_scores(batches[0]).for_scores(answers[0], asking)
+            embeddings = _for_scores(batches[0]).for_scores(answers[0], numbers)
         else:  # there is no batch of pooled features
             embeddings = np.empty((sum(samples), 0), self._dtype)
         return {
-            number: {name: each for name, each in found.items() if name in validated.requests[number].outputs}
-            for number, found in zip(asking, self.score(embeddings, inputs, samples), strict=True)
+            number: {name: scores for name, scores in outputs.items() if name in validated.requests[number].outputs}
+            for number, outputs in zip(numbers, self.score(embeddings, inputs, samples), strict=True)
         }
 
     def score(
@@ -134,56 +134,63 @@ class DenseProgram:
             return [self._sliced(embeddings, inputs[0])]
         rows = _slices(samples)
         if self.part.mixes_samples:
-            return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
-        found = self._sliced(embeddings, [concatenate(each) for each in zip(*inputs, strict=True)])
-        if not self._rows_at:
-            return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
-        every = {key: _slices([len(own[at]) for own in inputs]) for key, at in self._rows_at.items()} | {None: rows}
-        key_of = {each.name: each.key for each in self.part.outputs}
+            return [
+                self._run(embeddings[rows_of_request], arrays)
+                for rows_of_request, arrays in zip(rows, inputs, strict=True)
+            ]
+        merged = self._sliced(embeddings, [concatenate(arrays) for arrays in zip(*inputs, strict=True)])
+        rows_by_key: dict[str | None, list[slice]] = {None: rows}
+        for key, index in self._rows_at.items():
+            rows_by_key[key] = _slices([len(arrays[index]) for arrays in inputs])
         return [
-            {name: numbers[every[key_of[name]][number]] for name, numbers in found.items()}
+            {output.name: merged[output.name][rows_by_key[output.key][number]] for output in self.part.outputs}
             for number in range(len(samples))
         ]
 
     def _sliced(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
-        """Score samples that do not meet; `SLICE` at a time where each has sequences."""
-        samples, dense = len(embeddings), self._by_sample
+        """Score samples that are independent of each other; `SLICE` at a time if the model has sequences."""
+        samples, dense_count = len(embeddings), self._by_sample
         if samples <= SLICE or self._bounds is None:
             return self._run(embeddings, inputs)
         starts = [*range(0, samples, SLICE), samples]
-        bounds = [starts] * dense + self._bounds(inputs[dense:], starts)
+        bounds = [starts] * dense_count + self._bounds(inputs[dense_count:], starts)
         slices = []
-        for at, first in enumerate(starts[:-1]):
-            own = [each[of[at] : of[at + 1]] for each, of in zip(inputs, bounds, strict=True)]
-            slices.append(self._run(embeddings[first : starts[at + 1]], own))
-        return {each.name: np.concatenate([found[each.name] for found in slices]) for each in self.part.outputs}
+        for number, (first, last) in enumerate(pairwise(starts)):
+            arrays = [array[ends[number] : ends[number + 1]] for array, ends in zip(inputs, bounds, strict=True)]
+            slices.append(self._run(embeddings[first:last], arrays))
+        return {
+            output.name: np.concatenate([scores[output.name] for scores in slices]) for output in self.part.outputs
+        }
 
     def _run(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
+        outputs = self.part.outputs
         if not len(embeddings):
-            return {each.name: np.empty((0, *each.shape), each.dtype.numpy) for each in self.part.outputs}
+            return {output.name: np.empty((0, *output.shape), output.dtype.numpy) for output in outputs}
         with torch.inference_mode():
-            # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
-            found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))
-        return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
+            # Rows may be columns of an answer, and a shared row may be broadcast: programs may take views of neither.
+            arrays = (np.ascontiguousarray(array) for array in (embeddings, *inputs))
+            scores = self._forward(*map(torch.from_numpy, arrays))
+        return {output.name: tensor.numpy() for output, tensor in zip(outputs, scores, strict=True)}
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:
-    """Ranges of these sizes, one behind the other."""
+    """Adjacent ranges of these sizes."""
     return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _rows_at(manifest: Manifest, part: DensePart) -> dict[str | None, int]:
-    """For each key that an output has rows for the ids of: which of the inputs behind the embeddings has, too."""
-    keys = {each.name: each.key for each in manifest.features}
-    found = {
-        part.key_of(each, keys): at for at, each in enumerate(part.jagged) if each.kind is not JaggedKind.LENGTHS
+    """For each key whose ids an output has rows for, the index of an input that also has a row for each."""
+    keys = {feature.name: feature.key for feature in manifest.features}
+    indices = {
+        part.key_of(jagged, keys): index
+        for index, jagged in enumerate(part.jagged, start=len(part.by_sample))
+        if jagged.kind is not JaggedKind.LENGTHS
     }
-    first = len(part.by_sample)
-    return {each.key: first + found[each.key] for each in part.outputs if each.key is not None}
+    return {output.key: indices[output.key] for output in part.outputs if output.key is not None}
 
 
 def _warn_of_read_only() -> None:
-    """Have torch warn now that it has no read-only tensors, unseen: it does so once in a process."""
+    """Trigger and silence torch's warning about read-only tensors, which it gives once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.from_numpy(np.broadcast_to(np.float32(0), 1))

@@ -63,10 +63,10 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     oneDNN gets blocks of 64, 128, 256, 512 and 1,024 rows, and the rest is less than 64.
     """
     columns = weight.size(1)
-    height = rows.numel() // columns
-    if height < 64:
+    row_count = rows.numel() // columns
+    if row_count < 64:
         return torch.nn.functional.linear(rows, weight, bias)
-    if height == 64 or height == 128 or height == 256 or height == 512 or height == 1024:
+    if row_count == 64 or row_count == 128 or row_count == 256 or row_count == 512 or row_count == 1024:
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     if columns < weight.size(0):  # to put parts together costs more than is gained
         return torch.nn.functional.linear(rows, weight, bias)
@@ -74,12 +74,12 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     parts: list[torch.Tensor] = []
     start, size = 0, 1024
     while size >= 64:
-        while start + size <= height:
+        while start + size <= row_count:
             block = flat[start : start + size]
             parts.append(torch.ops.mkldnn._linear_pointwise(block, weight, bias, "none", [], ""))
             start += size
         size = size // 2
-    if start < height:
+    if start < row_count:
         parts.append(torch.nn.functional.linear(flat[start:], weight, bias))
     shape = list(rows.size())
     shape[-1] = weight.size(0)

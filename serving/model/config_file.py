@@ -228,11 +228,11 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
     config.input[0].data_type = _ID_TYPE[manifest.id_dtype]
     config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
     if (part := manifest.dense_part) is not None:
-        for each in part.inputs:
+        for dense_input in part.inputs:
             config.input.add(
-                name=each.name,
-                data_type=DataType.Value(f"TYPE_{each.dtype.value}"),
-                dims=[-1, *each.shape],
+                name=dense_input.name,
+                data_type=DataType.Value(f"TYPE_{dense_input.dtype.value}"),
+                dims=[-1, *dense_input.shape],
                 allow_ragged_batch=True,
                 optional=True,
             )
@@ -259,7 +259,9 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
         tables = zip(manifest.features, manifest.feature_tables, strict=True)
         parameters["sequences"] = ",".join(feature.name for feature, table in tables if table.is_sequence)
     by_id = (
-        {} if part is None else part.by_id | {each.name: each.key for each in part.outputs if each.key is not None}
+        {}
+        if part is None
+        else part.by_id | {output.name: output.key for output in part.outputs if output.key is not None}
     )
     if by_id:
         parameters["by_id"], parameters["by_id_keys"] = ",".join(by_id), ",".join(by_id.values())

@@ -273,33 +273,33 @@ class ServingSettings:
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        for each, setting in table():
-            value, allowed = getattr(self, each.name), setting.allowed
+        for entry, setting in table():
+            value, allowed = getattr(self, entry.name), setting.allowed
             if value is not None and allowed is not None and not allowed.holds(value):
-                raise ConfigurationError(f"{each.name}: expected {allowed.words}, got {value!r}")
+                raise ConfigurationError(f"{entry.name}: expected {allowed.words}, got {value!r}")
 
     def of_host(self) -> "ServingSettings":
         """These settings for a host of a router. Settings for routers and for scores have their defaults."""
         defaults: dict[str, Any] = {
-            each.name: each.default for each, setting in table() if setting.is_of_router or setting.is_of_scores
+            entry.name: entry.default for entry, setting in table() if setting.is_of_router or setting.is_of_scores
         }
         return replace(self, **defaults)
 
     @property
     def parameters(self) -> dict[str, str]:
         """The strings that config.pbtxt holds in `parameters`. A setting that is None has no entry."""
-        values = {each.name: getattr(self, each.name) for each, setting in table() if setting.is_parameter}
+        values = {entry.name: getattr(self, entry.name) for entry, setting in table() if setting.is_parameter}
         return {name: _text(value) for name, value in values.items() if value is not None}
 
 
 def table() -> list[tuple[Field[Any], Setting]]:
     """Every setting, in the order in which they are shown."""
-    return [(each, each.metadata["setting"]) for each in fields(ServingSettings)]
+    return [(setting, setting.metadata["setting"]) for setting in fields(ServingSettings)]
 
 
-def kind_of(each: Field[Any]) -> type:
+def kind_of(entry: Field[Any]) -> type:
     """The type of a setting's values: int for `int | None`, Mapping for `Mapping[str, str] | None`."""
-    kind: Any = each.type
+    kind: Any = entry.type
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
     found: type = get_origin(kind) or kind
@@ -313,9 +313,9 @@ def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
         ConfigurationError: a value is not of the setting's type.
     """
     return {
-        each.name: _value(each.name, kind_of(each), parameters[each.name])
-        for each, setting in table()
-        if setting.is_parameter and each.name in parameters
+        entry.name: _value(entry.name, kind_of(entry), parameters[entry.name])
+        for entry, setting in table()
+        if setting.is_parameter and entry.name in parameters
     }
 
 

@@ -127,11 +127,12 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
         request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared)
         return accept_jagged(schema, request)
     bounds = id_bounds(request.feature_set.names, request)
-    ids = {key: int(bounds[at + 1] - bounds[at]) for key in schema.by_id.values() for at in [schema.first_of(key)]}
-    found = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared, ids)
-    named = dict(zip((each.name for each in part.inputs), found, strict=True))
-    request.dense = [each for name, each in named.items() if name not in schema.by_id]
-    return accept_jagged(schema, request, named)
+    features = {key: schema.first_of(key) for key in schema.by_id.values()}
+    ids = {key: int(bounds[feature + 1] - bounds[feature]) for key, feature in features.items()}
+    arrays = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared, ids)
+    dense = {dense_input.name: array for dense_input, array in zip(part.inputs, arrays, strict=True)}
+    request.dense = [array for name, array in dense.items() if name not in schema.by_id]
+    return accept_jagged(schema, request, dense)
 
 
 def _reordered(
@@ -150,13 +151,13 @@ def _reordered(
         InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
     """
     ids, bags = id_bounds(names, request), bag_bounds(len(names), request.samples, request.shared)
-    at = ranges(ids[chosen], np.diff(ids)[chosen])
+    index = ranges(ids[chosen], np.diff(ids)[chosen])
     return replace(
         request,
         feature_set=feature_set,
-        values=request.values[at],
+        values=request.values[index],
         lengths=request.lengths[ranges(bags[chosen], np.diff(bags)[chosen])],
-        weights=None if request.weights is None else request.weights[at],
+        weights=None if request.weights is None else request.weights[index],
         shared=None if request.shared is None else request.shared[chosen],
     )
 

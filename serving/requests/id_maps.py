@@ -41,13 +41,13 @@ class IdMaps:
         self._entries = content[: content.size // 16 * 16].view(np.complex128)
         self._index = {name: number for number, name in enumerate(maps)}
         every = list(maps.values())
-        self._buckets = np.array([each.buckets for each in every], np.uint64)
-        self._capacity = np.array([each.capacity for each in every], np.uint64)
-        self._first_seed = np.array([each.seeds_offset for each in every])
-        self._first_entry = np.array([each.entries_offset // 16 for each in every])
+        self._buckets = np.array([id_map.buckets for id_map in every], np.uint64)
+        self._capacity = np.array([id_map.capacity for id_map in every], np.uint64)
+        self._first_seed = np.array([id_map.seeds_offset for id_map in every])
+        self._first_entry = np.array([id_map.entries_offset // 16 for id_map in every])
         self._last_row = np.array([table.rows - 1 for table in tables])
         self.last_ids = np.array([table.valid_ids - 1 for table in tables], np.uint64)
-        self._hashed = {number: each.hashed for number, each in enumerate(every) if each.hashed is not None}
+        self._hashed = {number: id_map.hashed for number, id_map in enumerate(every) if id_map.hashed is not None}
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest) -> Self | None:

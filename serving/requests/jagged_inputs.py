@@ -39,30 +39,34 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
     part, names = schema.dense_part, request.feature_set.names
     if not part.jagged and not part.fixed_lengths and not part.together:
         return request
-    # Lists: single numbers of an array are slow.
+    # Lists, because single numbers of an array are slow.
     bags = bag_bounds(len(names), request.samples, request.shared).tolist()
     ids = id_bounds(names, request).tolist()
+
+    def lengths_of(key: str) -> Lengths:
+        feature = schema.first_of(key)
+        return request.lengths[bags[feature] : bags[feature + 1]]
+
     for key, length in part.fixed_lengths.items():
-        at = schema.first_of(key)
-        _expect_length(key, length, request.lengths[bags[at] : bags[at + 1]])
-    for key, *others in part.together:
-        for other in others:
-            first, second = (request.lengths[bags[at] : bags[at + 1]] for at in map(schema.first_of, (key, other)))
-            _expect_as_many((key, other), first, second)
-    jagged: list[Array | None] = []
+        _expect_length(key, length, lengths_of(key))
+    for first_key, *other_keys in part.together:
+        for other_key in other_keys:
+            _expect_as_many((first_key, other_key), lengths_of(first_key), lengths_of(other_key))
+    arrays: list[Array | None] = []
     size_bytes = 0
-    for each, at in zip(part.jagged, schema.jagged, strict=True):
-        of_ids = slice(ids[at], ids[at + 1])
-        if each.kind is JaggedKind.ROWS:
-            found = None
-            own_bytes = (ids[at + 1] - ids[at]) * request.feature_set.dims.item(at) * _ROW_ITEM_BYTES
+    for jagged, feature in zip(part.jagged, schema.jagged, strict=True):
+        id_range, bag_range = slice(ids[feature], ids[feature + 1]), slice(bags[feature], bags[feature + 1])
+        if jagged.kind is JaggedKind.ROWS:
+            arrays.append(None)
+            dim = request.feature_set.dims.item(feature)
+            array_bytes = (id_range.stop - id_range.start) * dim * _ROW_ITEM_BYTES
         else:
-            is_dense = each.kind is JaggedKind.NUMBERS
-            found = dense[each.name] if is_dense else _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)
-            own_bytes = found.nbytes
-        jagged.append(found)
-        size_bytes += own_bytes * (request.samples if _is_shared(request, at) else 1)
-    request.jagged, request.jagged_bytes = jagged, size_bytes
+            is_dense = jagged.kind is JaggedKind.NUMBERS
+            array = dense[jagged.name] if is_dense else _sent(jagged.kind, request, bag_range, id_range)
+            arrays.append(array)
+            array_bytes = array.nbytes
+        size_bytes += array_bytes * (request.samples if _is_shared(request, feature) else 1)
+    request.jagged, request.jagged_bytes = arrays, size_bytes
     return request
 
 
@@ -71,48 +75,48 @@ def jagged_inputs(schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, n
 
     Args:
         schema: of a model with scores.
-        request: as `accept_jagged` gave it.
+        request: as `accept_jagged` returned it.
         rows: what was looked up.
-        number: of the request there.
+        number: the number of the request in `rows`.
     """
-    found = []
-    for array, at in zip(request.jagged, schema.jagged, strict=True):
-        each = rows[number, at] if array is None else array
-        if _is_shared(request, at):
-            each = np.tile(each, (request.samples, *(1 for _ in each.shape[1:])))
-        found.append(each)
-    return found
+    arrays = []
+    for sent, feature in zip(request.jagged, schema.jagged, strict=True):
+        array = rows[number, feature] if sent is None else sent
+        if _is_shared(request, feature):
+            array = np.tile(array, (request.samples, *(1 for _ in array.shape[1:])))
+        arrays.append(array)
+    return arrays
 
 
 def sample_bounds(
     manifest: Manifest, part: DensePart
 ) -> Callable[[Sequence[Array], Sequence[int]], list[Sequence[int]]] | None:
-    """Where samples begin in jagged inputs, as a function of these and of some samples.
+    """A function that finds where samples begin in jagged inputs.
 
     Args:
         manifest: of a bundle.
         part: its dense part.
 
     Returns:
-        It answers a bound in each input for each sample. None: there are no jagged inputs, or one whose lengths are
-        not among them.
+        It takes jagged inputs and the numbers of some samples, and returns the bound of each sample in each input.
+        None if there are no jagged inputs, or if the lengths of one are not among them.
     """
-    keys = {each.name: each.key for each in manifest.features}
-    lengths = {each.name: at for at, each in enumerate(part.jagged) if each.kind is JaggedKind.LENGTHS}
-    # Of each input: how many rows a sample has, and which input says it where that is none.
+    keys = {feature.name: feature.key for feature in manifest.features}
+    lengths = {jagged.name: index for index, jagged in enumerate(part.jagged) if jagged.kind is JaggedKind.LENGTHS}
+    # Of each input: the rows of a sample if it is a fixed number, and otherwise the index of the input with lengths.
     rows: list[tuple[int | None, int]] = []
-    for each in part.jagged:
-        key = part.key_of(each, keys)
-        fixed = 1 if each.kind is JaggedKind.LENGTHS else part.fixed_lengths.get(key)
+    for jagged in part.jagged:
+        key = part.key_of(jagged, keys)
+        fixed = 1 if jagged.kind is JaggedKind.LENGTHS else part.fixed_lengths.get(key)
         if fixed is None and key not in lengths:
             return None
         rows.append((fixed, lengths.get(key, 0)))
 
-    def bounds(jagged: Sequence[Array], samples: Sequence[int]) -> list[Sequence[int]]:
-        ends = {at: bag_offsets(cast(Lengths, jagged[at])) for fixed, at in rows if fixed is None}
-        at_samples = np.asarray(samples)
+    def bounds(arrays: Sequence[Array], samples: Sequence[int]) -> list[Sequence[int]]:
+        ends = {index: bag_offsets(cast(Lengths, arrays[index])) for fixed, index in rows if fixed is None}
+        numbers = np.asarray(samples)
         return [
-            ends[at][at_samples].tolist() if fixed is None else (fixed * at_samples).tolist() for fixed, at in rows
+            ends[index][numbers].tolist() if fixed is None else (fixed * numbers).tolist() for fixed, index in rows
         ]
 
     return bounds if rows else None
@@ -127,21 +131,24 @@ def zero_jagged(manifest: Manifest, part: DensePart, samples: int, ids: int) -> 
         samples: B.
         ids: in each bag of each key, unless the model takes a fixed number of them.
     """
-    dims = {each.name: table.dim for each, table in zip(manifest.features, manifest.feature_tables, strict=True)}
-    keys, dense = {each.name: each.key for each in manifest.features}, {each.name: each for each in part.inputs}
-    found: list[Array] = []
-    for each in part.jagged:
-        length = part.fixed_lengths.get(part.key_of(each, keys), ids)
-        if each.kind is JaggedKind.ROWS:
-            found.append(np.zeros((samples * length, dims[each.name]), manifest.output_dtype.numpy))
-        elif each.kind is JaggedKind.NUMBERS:
-            own = dense[each.name]
-            found.append(np.zeros((samples * length, *own.shape), own.dtype.numpy))
-        elif each.kind is JaggedKind.LENGTHS:
-            found.append(np.full(samples, length, np.int32))
+    dims = {
+        feature.name: table.dim for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+    }
+    keys = {feature.name: feature.key for feature in manifest.features}
+    dense_inputs = {dense_input.name: dense_input for dense_input in part.inputs}
+    arrays: list[Array] = []
+    for jagged in part.jagged:
+        length = part.fixed_lengths.get(part.key_of(jagged, keys), ids)
+        if jagged.kind is JaggedKind.ROWS:
+            arrays.append(np.zeros((samples * length, dims[jagged.name]), manifest.output_dtype.numpy))
+        elif jagged.kind is JaggedKind.NUMBERS:
+            dense_input = dense_inputs[jagged.name]
+            arrays.append(np.zeros((samples * length, *dense_input.shape), dense_input.dtype.numpy))
+        elif jagged.kind is JaggedKind.LENGTHS:
+            arrays.append(np.full(samples, length, np.int32))
         else:
-            found.append(np.zeros(samples * length, np.int64 if each.kind is JaggedKind.IDS else np.float32))
-    return found
+            arrays.append(np.zeros(samples * length, np.int64 if jagged.kind is JaggedKind.IDS else np.float32))
+    return arrays
 
 
 def _sent(kind: JaggedKind, request: KjtRequest, bags: slice, ids: slice) -> Array:
@@ -157,12 +164,12 @@ def _is_shared(request: KjtRequest, feature: int) -> bool:
     return request.shared is not None and bool(request.shared[feature])
 
 
-def _expect_as_many(keys: tuple[str, str], one: Lengths, other: Lengths) -> None:
-    """Refuse two keys that have not as many ids in each sample. What comes once has so many in all of them."""
-    differ = np.flatnonzero(one != other)
-    if differ.size:
-        sample = int(differ[0])
-        counts = [int(each[min(sample, each.size - 1)]) for each in (one, other)]
+def _expect_as_many(keys: tuple[str, str], first: Lengths, second: Lengths) -> None:
+    """Refuse two keys with different numbers of ids in a sample. A shared key has the same number in all samples."""
+    different = np.flatnonzero(first != second)
+    if different.size:
+        sample = int(different[0])
+        counts = [int(lengths[min(sample, lengths.size - 1)]) for lengths in (first, second)]
         raise InvalidRequest(
             f"feature {keys[1]!r}: expected as many ids as {keys[0]!r} has in each sample, the model puts their rows "
             f"side by side, got {counts[1]} and {counts[0]} in sample {sample}",
@@ -171,9 +178,9 @@ def _expect_as_many(keys: tuple[str, str], one: Lengths, other: Lengths) -> None
 
 
 def _expect_length(key: str, expected: int, lengths: Lengths) -> None:
-    others = np.flatnonzero(lengths != expected)
-    if others.size:
-        sample = int(others[0])
+    wrong = np.flatnonzero(lengths != expected)
+    if wrong.size:
+        sample = int(wrong[0])
         raise InvalidRequest(
             f"feature {key!r}: expected {expected} ids for each sample, the model takes so many, got "
             f"{lengths[sample]} in sample {sample}",

@@ -61,8 +61,8 @@ def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[st
             raise InvalidRequest(f"once: {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if len(set(shared)) < len(shared):
         raise InvalidRequest(f"once: expected each name once, got {listed([*shared])}", Reason.FEATURES)
-    found = np.array([key in shared for key in keys])
-    return found if found.any() else None
+    mask = np.array([key in shared for key in keys])
+    return mask if mask.any() else None
 
 
 def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id: Collection[str] = ()) -> int:
@@ -79,15 +79,15 @@ def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id
     """
     bags = tensors.lengths.size
     single = 0 if shared is None else int(np.count_nonzero(shared))
-    each = len(keys) - single
-    if not each and bags == single:
-        others = {*tensors.shared, *by_id}
-        return next((len(rows) for name, rows in tensors.dense.items() if name not in others), 1)
-    samples, left_over = divmod(bags - single, each) if each else (0, 1)
-    if samples < 0 or left_over:
+    unshared = len(keys) - single
+    if not unshared and bags == single:
+        without_samples = {*tensors.shared, *by_id}
+        return next((len(rows) for name, rows in tensors.dense.items() if name not in without_samples), 1)
+    samples, remainder = divmod(bags - single, unshared) if unshared else (0, 1)
+    if samples < 0 or remainder:
         alone = f"{single} for the keys that come once, and " if single else ""
         raise InvalidRequest(
-            f"lengths: expected {alone}a multiple of {each}, one length for each sample of each feature "
+            f"lengths: expected {alone}a multiple of {unshared}, one length for each sample of each feature "
             f"({listed(keys)}), got {bags}",
             Reason.LENGTHS,
         )
@@ -114,7 +114,8 @@ def are_alike(requests: Sequence[KjtRequest]) -> bool:
     """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
     feature_set, samples = requests[0].feature_set, requests[0].samples
     return all(
-        each.feature_set is feature_set and each.samples == samples and each.shared is None for each in requests
+        request.feature_set is feature_set and request.samples == samples and request.shared is None
+        for request in requests
     )
 
 
@@ -133,12 +134,12 @@ def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
         return bag_bounds(len(first.feature_set.names), first.samples, first.shared)
     if are_alike(requests):
         return _even_bounds(len(requests) * len(first.feature_set.names), first.samples)
-    features = [len(each.feature_set.names) for each in requests]
-    bags = np.array([each.samples for each in requests]).repeat(features)
-    if any(each.shared is not None for each in requests):
+    features = [len(request.feature_set.names) for request in requests]
+    bags = np.array([request.samples for request in requests]).repeat(features)
+    if any(request.shared is not None for request in requests):
         come_once = [
-            np.zeros(count, np.bool_) if each.shared is None else each.shared
-            for each, count in zip(requests, features, strict=True)
+            np.zeros(count, np.bool_) if request.shared is None else request.shared
+            for request, count in zip(requests, features, strict=True)
         ]
         bags[concatenate(come_once)] = 1
     return bounds_of(bags)
@@ -176,12 +177,12 @@ def feature_and_sample(bag: int, bounds: Ids) -> tuple[int, int]:
     return feature, bag - int(bounds[feature])
 
 
-def _wrong_sum(what: str, names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
+def _wrong_sum(what: str, names: Sequence[str], bounds: Ids, ids: int) -> InvalidRequest:
     """Name the feature, or `what` it is, whose bags run past the ids, or the last one where ids are left over."""
     total = bounds[-1]
-    at = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
+    feature = int(np.searchsorted(bounds[1:], ids, side="right")) if total > ids else len(names) - 1
     return InvalidRequest(
-        f"{what} {names[at]!r}: expected its bags to take ids "
-        f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
+        f"{what} {names[feature]!r}: expected its bags to take ids "
+        f"[{bounds[feature]}, {bounds[feature + 1]}) of `values`, got {ids} ids for lengths that sum to {total}",
         Reason.LENGTHS,
     )

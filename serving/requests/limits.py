@@ -97,10 +97,10 @@ def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int
         yield group
 
 
-def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
-    if found > limit:
+def _expect_at_most(what: str, count: int, limit: int, setting: str) -> None:
+    if count > limit:
         raise InvalidRequest(
-            f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
+            f"{what}: expected at most {limit} in a request, got {count}: send several requests, or have the "
             f"server's limit raised (`tbe-serve configure --{setting}`)",
             Reason.SIZE,
         )

@@ -84,10 +84,10 @@ def expect_short_bags(request: KjtRequest) -> None:
     bags = bag_bounds(len(feature_set.names), request.samples, request.shared)
     too_long = request.lengths > feature_set.longest_bags.repeat(np.diff(bags))
     if too_long.any():
-        at = int(np.argmax(too_long))
-        feature, sample = feature_and_sample(at, bags)
+        bag = int(np.argmax(too_long))
+        feature, sample = feature_and_sample(bag, bags)
         raise InvalidRequest(
             f"feature {feature_set.names[feature]!r}: expected at most {feature_set.longest_bags[feature]} ids in "
-            f"a bag, one for each of its position weights, got {request.lengths[at]} for sample {sample}",
+            f"a bag, one for each of its position weights, got {request.lengths[bag]} for sample {sample}",
             Reason.LENGTHS,
         )

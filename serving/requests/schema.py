@@ -157,11 +157,11 @@ class LookupSchema:
         Raises:
             InvalidRequest: a key is unknown or comes twice, or there is none.
         """
-        wanted = None if keys is None else tuple(keys)
-        feature_set = self._selections.get(wanted)
+        cache_key = None if keys is None else tuple(keys)
+        feature_set = self._selections.get(cache_key)
         if feature_set is None:
-            feature_set = self.all_features.subset(np.array(self._find(wanted or ()), np.int64))
-            self._keep(wanted, feature_set)
+            feature_set = self.all_features.subset(np.array(self._find(cache_key or ()), np.int64))
+            self._keep(cache_key, feature_set)
         return feature_set
 
     def select_rows(self, tables: Sequence[str]) -> FeatureSet:
@@ -172,8 +172,8 @@ class LookupSchema:
         Raises:
             InvalidRequest: a table is unknown or comes twice, or there is none.
         """
-        wanted: tuple[str | int, ...] = (_TABLES, *tables)
-        feature_set = self._selections.get(wanted)
+        cache_key: tuple[str | int, ...] = (_TABLES, *tables)
+        feature_set = self._selections.get(cache_key)
         if feature_set is None:
             _expect_names("table", tuple(tables), self.all_features.tables)
             first = self.all_features.subset(
@@ -191,23 +191,23 @@ class LookupSchema:
                 default=False,
                 what="table",
             )
-            self._keep(wanted, feature_set)
+            self._keep(cache_key, feature_set)
         return feature_set
 
     def subset(self, positions: Sequence[int]) -> FeatureSet:
         """The features at some positions of the schema, in that order. The same ones give the same object."""
-        wanted = (_POSITIONS, *positions)
-        feature_set = self._selections.get(wanted)
+        cache_key = (_POSITIONS, *positions)
+        feature_set = self._selections.get(cache_key)
         if feature_set is None:
             feature_set = self.all_features.subset(np.array(positions, np.int64))
-            self._keep(wanted, feature_set)
+            self._keep(cache_key, feature_set)
         return feature_set
 
-    def _keep(self, wanted: tuple[str | int, ...] | None, feature_set: FeatureSet) -> None:
+    def _keep(self, cache_key: tuple[str | int, ...] | None, feature_set: FeatureSet) -> None:
         if len(self._selections) >= _KEPT_SELECTIONS:
             self._selections.clear()
             self._selections[None] = self.all_features
-        self._selections[wanted] = feature_set
+        self._selections[cache_key] = feature_set
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
         """Positions of the features that read the keys called `names`."""
@@ -283,22 +283,22 @@ def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> FeatureSet:
         default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
         modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
         id_maps=id_maps,
-        maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([each.name for each in tables]),
+        maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([table.name for table in tables]),
         **_by_position([feature.position_weights for feature in manifest.features]),
         sequence=np.array([table.is_sequence for table in tables]),
         default=True,
     )
 
 
-def _expect_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+def _expect_names(what: str, names: tuple[str, ...], valid_names: tuple[str, ...]) -> None:
     """Refuse names that are not among those `known`, or come twice, or none."""
-    there = {*known}
+    there = {*valid_names}
     for name in names:
         if name not in there:
-            one_of = listed(tuple(dict.fromkeys(known)))
+            one_of = listed(tuple(dict.fromkeys(valid_names)))
             raise InvalidRequest(f"{what} {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if not names:
-        one_of = listed(tuple(dict.fromkeys(known)))
+        one_of = listed(tuple(dict.fromkeys(valid_names)))
         raise InvalidRequest(f"{what}s: expected at least one of {one_of}, got none", Reason.FEATURES)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -307,11 +307,13 @@ def _expect_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> 
 
 def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:
     """What a selection of all features says of their position weights."""
-    counts = np.array([len(each or ()) for each in weights], np.int64)
-    is_there = any(each is not None for each in weights)
+    counts = np.array([len(feature_weights or ()) for feature_weights in weights], np.int64)
+    any_weights = any(feature_weights is not None for feature_weights in weights)
     return {
-        "position_weights": np.array([weight for each in weights for weight in each or ()], np.float32)
-        if is_there
+        "position_weights": np.array(
+            [weight for feature_weights in weights for weight in feature_weights or ()], np.float32
+        )
+        if any_weights
         else None,
         "first_weights": np.where(counts > 0, np.cumsum(counts) - counts, -1),
         "longest_bags": np.where(counts > 0, counts, _ANY_LENGTH),
