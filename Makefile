@@ -3,7 +3,9 @@ SHELL := /bin/bash
 # 3.11, or else 3.12.
 PYTHON ?= $(or $(firstword $(shell command -v python3.11 python3.12)),python3.11)
 export PYTHON
-VENV := .venv
+# The torch to run with: 2.13, or another stack of serving/pins.py, in an environment of its own: make test STACK=2.14
+STACK ?= 2.13
+VENV := .venv$(if $(filter-out 2.13,$(STACK)),-$(STACK))
 BIN := $(VENV)/bin
 # What an environment has already: enough for the demo, and for development.
 DEMO := $(VENV)/.demo
@@ -19,15 +21,15 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all test-stack lint mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## Make .venv with all pinned packages (every other target first installs what it needs)
 
-$(DEMO): $(patsubst %,requirements/%.txt,serve triton export demo torch-cpu torch-pypi uv) pyproject.toml $(patsubst %,requirements/%.sh,setup install torch uv)
-	@requirements/setup.sh $(VENV)
+$(DEMO): $(patsubst %,requirements/%.txt,serve triton export demo torch-cpu torch-pypi uv) $(wildcard requirements/stack-$(STACK).txt) pyproject.toml $(patsubst %,requirements/%.sh,setup install torch uv)
+	@requirements/setup.sh $(VENV) $(STACK)
 	@touch $@
 
 $(STAMP): $(DEMO) requirements/dev.txt
@@ -50,8 +52,16 @@ test: lint ## ruff, mypy --strict, and every promise once, end to end: ten minut
 	@requirements/test-tools.sh
 	@$(PYTEST)
 
-test-all: test ## Everything: then also what goes on for long or waits for real time-outs, and many random examples
+test-all: test ## Everything: then also what goes on for long or waits for real time-outs, many random examples, torch 2.14
 	@$(PYTEST) -m "(long or hypothesis) and not kube" --hypothesis-profile long
+	@$(MAKE) --no-print-directory test-stack STACK=2.14
+
+# From training to a server and a router: what calls torch, torchrec and FBGEMM in ways of its own.
+test-stack: $(STAMP) ## The tests that a release of torch may break, with STACK=2.14
+	@$(PYTEST) tests/export/parity tests/export/plan tests/export/program tests/export/rows tests/export/scores \
+	  tests/export/trained tests/serving/lookup tests/serving/router tests/serving/test_engine.py \
+	  tests/serving/test_output_dtypes.py tests/serving/test_pins.py tests/serving/test_sequences.py \
+	  tests/serving/test_sequences_served.py tests/serving/test_torch_libraries.py
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -95,4 +105,4 @@ pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@requirements/pin.sh
 
 clean: ## Remove the environment and everything built
-	@rm -rf $(VENV) .bench build mutants *.egg-info
+	@rm -rf .venv .venv-* .bench build mutants *.egg-info

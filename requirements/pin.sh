@@ -49,6 +49,12 @@ lock demo "What \`make demo\` needs beside export.txt" --no-deps demo.in
 lock dev "What tests and checks need beside demo.txt" "${ours[@]}" dev.in $(without serve.txt triton.txt export.txt demo.txt)
 # shellcheck disable=SC2046
 lock torch-pypi "PyPI's torch, and what it requires beside serve.txt" torch-pypi.in --constraints serve.txt $(without serve.txt)
+# Installed after the others, over their torch, torchrec and FBGEMM. What both stacks have is in the others alone.
+grep -vE '^(torch|torchrec|fbgemm-gpu-cpu)==' "$folder/all" > "$folder/shared"
+echo fbgemm-gpu > "$folder/cuda-build"
+# shellcheck disable=SC2046
+lock stack-2.14 "torch 2.14 and what was built for it" stack-2.14.in --excludes "$folder/cuda-build" \
+  --constraints "$folder/shared" $(without <(cat "$folder/shared"))
 
 lock uv "What installs packages" uv.in
 lock bench "The servers that \`make bench\` compares ours with, beside torch" "${ours[@]:0:4}" bench.in

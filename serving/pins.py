@@ -2,26 +2,45 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from serving.errors import EnvironmentMismatch
 
-# Minor versions that were built for one another (FBGEMM's release table), and that our tests run with.
-_TORCH = "2.13"
-_FBGEMM = "1.8"
-_TORCHREC = "1.8"
 _PYTRITON = "0.7"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Releases of torch, torchrec and FBGEMM that were built for one another (FBGEMM's release table).
+
+    Other patch releases of the same minor version work, too.
+    """
+
+    torch: str
+    torchrec: str
+    fbgemm: str
+
+
+# The stacks that our tests run with. The first is the default: requirements/*.in and pyproject.toml pin it.
+# A new stack is a line here, its lock (requirements/stack.in), and its column in docs/versions.md.
+STACKS = (
+    Stack(torch="2.13.0", torchrec="1.8.0", fbgemm="1.8.0"),
+    Stack(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0"),
+)
+DEFAULT_STACK = STACKS[0]
+
+
 def check_pins() -> None:
-    """Compare the installed torch, fbgemm-gpu and torchrec with the versions that work together.
+    """Compare the installed torch, fbgemm-gpu and torchrec with the stacks that work.
 
     torchrec may be missing: serving does not need it.
 
     Raises:
-        EnvironmentMismatch: a package is missing or has another minor version, or both builds of FBGEMM are
-            installed, or its CUDA build beside torch's CPU build. The message has the command that mends it.
+        EnvironmentMismatch: a package is missing or is of no stack, or of another than torch is; or both builds of
+            FBGEMM are installed, or its CUDA build beside torch's CPU build. The message has the command that mends
+            it.
     """
     wrong = next(_wrong(installed()), None)
     if wrong is not None:
@@ -38,53 +57,85 @@ def mismatch(wrong: str, *, is_broken: bool = False) -> EnvironmentMismatch:
     return EnvironmentMismatch(f"{wrong}: mend this environment with `{_mended_by(installed(), is_broken)}`")
 
 
-def _mended_by(found: Mapping[str, str], is_broken: bool) -> str:
-    """The command that makes packages agree. It lets be what fits."""
-    if "torch" not in found:  # an export looks first; what serves imports torch before it asks
+def stack_of(packages: Mapping[str, str]) -> Stack | None:
+    """The stack that the installed torch belongs to, or None.
+
+    Args:
+        packages: the version of each installed package, by name.
+    """
+    return next((stack for stack in STACKS if _has(packages, "torch", stack.torch)), None)
+
+
+def _mended_by(packages: Mapping[str, str], is_broken: bool) -> str:
+    """The command that makes packages agree. It keeps what fits."""
+    if "torch" not in packages:  # an export looks first; what serves imports torch before it asks
         return "pip install 'tbe-serving[export]'"
-    steps = []
-    if not _has(found, "torch", _TORCH):
-        steps.append(f"pip install torch=={_TORCH}.0")
-    if "torchrec" in found and not _has(found, "torchrec", _TORCHREC):
-        steps.append(f"pip install --no-deps torchrec=={_TORCHREC}.0")
-    if _fbgemm_fits(found) and not is_broken:
+    stack, steps = stack_of(packages), []
+    if stack is None:
+        stack = _nearest(packages)
+        steps.append(f"pip install torch=={stack.torch}")
+    if "torchrec" in packages and not _has(packages, "torchrec", stack.torchrec):
+        steps.append(f"pip install --no-deps torchrec=={stack.torchrec}")
+    if _fbgemm_fits(packages, stack) and not is_broken:
         return " && ".join(steps)
-    if "fbgemm-gpu" in found:  # pip has no way to say "this instead of that", and their files have the same names
+    if "fbgemm-gpu" in packages:  # pip has no way to say "this instead of that", and their files have the same names
         steps.append("pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu")
-    steps.append(f"pip install --no-deps --force-reinstall fbgemm-gpu-cpu=={_FBGEMM}.0")
+    steps.append(f"pip install --no-deps --force-reinstall fbgemm-gpu-cpu=={stack.fbgemm}")
     return " && ".join(steps)
 
 
-def _fbgemm_fits(found: Mapping[str, str]) -> bool:
+def _nearest(packages: Mapping[str, str]) -> Stack:
+    """The stack to install in place of a torch of none: the newest for a newer torch, else the default."""
+    newest = max(STACKS, key=lambda stack: _numbers(stack.torch))
+    return newest if _numbers(packages["torch"]) > _numbers(newest.torch) else DEFAULT_STACK
+
+
+def _fbgemm_fits(packages: Mapping[str, str], stack: Stack) -> bool:
     """Whether there is one build of FBGEMM, of the right version, and no CUDA build beside torch's CPU build."""
-    builds = found.keys() & {"fbgemm-gpu", "fbgemm-gpu-cpu"}
-    is_cuda_alone = "fbgemm-gpu" in builds and found.get("torch", "").endswith("+cpu")
-    return len(builds) == 1 and all(_has(found, each, _FBGEMM) for each in builds) and not is_cuda_alone
+    builds = packages.keys() & {"fbgemm-gpu", "fbgemm-gpu-cpu"}
+    is_cuda_alone = "fbgemm-gpu" in builds and packages.get("torch", "").endswith("+cpu")
+    return len(builds) == 1 and all(_has(packages, build, stack.fbgemm) for build in builds) and not is_cuda_alone
 
 
-def _wrong(found: Mapping[str, str]) -> Iterator[str]:
+def _wrong(packages: Mapping[str, str]) -> Iterator[str]:
     """What does not agree, most important first."""
-    if not _has(found, "torch", _TORCH):
-        yield f"torch: expected {_TORCH}, found {found.get('torch', 'none')}"
-    if "fbgemm-gpu-cpu" in found and "fbgemm-gpu" in found:
+    stack = stack_of(packages)
+    if stack is None:
+        known = " or ".join(_minor(each.torch) for each in STACKS)
+        yield f"torch: expected {known}, found {packages.get('torch', 'none')}"
+        return
+    beside = f" beside torch {_minor(stack.torch)}"
+    if "fbgemm-gpu-cpu" in packages and "fbgemm-gpu" in packages:
         yield "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files"
-    name = "fbgemm-gpu" if "fbgemm-gpu" in found else "fbgemm-gpu-cpu"
-    if not _has(found, name, _FBGEMM):
-        yield f"{name}: expected {_FBGEMM}, found {found.get(name, 'none')}"
-    if name == "fbgemm-gpu" and found.get("torch", "").endswith("+cpu"):
-        yield f"fbgemm-gpu, the CUDA build: expected a torch with CUDA, found {found['torch']}"
-    if "torchrec" in found and not _has(found, "torchrec", _TORCHREC):
-        yield f"torchrec: expected {_TORCHREC}, found {found['torchrec']}"
+    build = "fbgemm-gpu" if "fbgemm-gpu" in packages else "fbgemm-gpu-cpu"
+    if not _has(packages, build, stack.fbgemm):
+        yield f"{build}: expected {_minor(stack.fbgemm)}{beside}, found {packages.get(build, 'none')}"
+    if build == "fbgemm-gpu" and packages.get("torch", "").endswith("+cpu"):
+        yield f"fbgemm-gpu, the CUDA build: expected a torch with CUDA, found {packages['torch']}"
+    if "torchrec" in packages and not _has(packages, "torchrec", stack.torchrec):
+        yield f"torchrec: expected {_minor(stack.torchrec)}{beside}, found {packages['torchrec']}"
 
 
-def _has(found: Mapping[str, str], name: str, minor: str) -> bool:
-    return found.get(name, "").startswith(f"{minor}.")
+def _has(packages: Mapping[str, str], name: str, release: str) -> bool:
+    """Whether the installed version of a package has the minor version of `release`."""
+    return packages.get(name, "").startswith(f"{_minor(release)}.")
+
+
+def _minor(release: str) -> str:
+    """ "2.13" of "2.13.0"."""
+    return release.rpartition(".")[0]
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Major and minor version, to compare. A version that has no such numbers counts as old."""
+    numbers = release.split(".")[:2]
+    return tuple(int(number) if number.isdigit() else 0 for number in numbers)
 
 
 def installed() -> dict[str, str]:
     """The version of each installed package that a bundle depends on, by name."""
     names = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "tbe-serving")
-    return {name: found for name in names if (found := _version(name)) is not None}
+    return {name: release for name in names if (release := _version(name)) is not None}
 
 
 @cache
@@ -96,12 +147,17 @@ def _version(name: str) -> str | None:
 
 
 def tested_versions() -> list[str]:
-    """Lines with the installed and the tested version of each package; this package comes first."""
-    found = installed()
-    tested = {"torch": _TORCH, "torchrec": _TORCHREC, "fbgemm-gpu-cpu": _FBGEMM, "nvidia-pytriton": _PYTRITON}
-    if "fbgemm-gpu" in found:
+    """Lines with the installed and the tested versions of each package; this package comes first."""
+    packages = installed()
+    tested = {
+        "torch": " and ".join(_minor(stack.torch) for stack in STACKS),
+        "torchrec": " and ".join(_minor(stack.torchrec) for stack in STACKS),
+        "fbgemm-gpu-cpu": " and ".join(_minor(stack.fbgemm) for stack in STACKS),
+        "nvidia-pytriton": _PYTRITON,
+    }
+    if "fbgemm-gpu" in packages:
         tested["fbgemm-gpu"] = tested.pop("fbgemm-gpu-cpu")
     if (triton := _version("nvidia-pytriton")) is not None:
-        found["nvidia-pytriton"] = triton
-    lines = [f"{name} {found.get(name, 'not installed')} (tested with {minor})" for name, minor in tested.items()]
-    return [f"tbe-serving {found.get('tbe-serving', 'not installed')}", *lines]
+        packages["nvidia-pytriton"] = triton
+    lines = [f"{name} {packages.get(name, 'not installed')} (tested with {minor})" for name, minor in tested.items()]
+    return [f"tbe-serving {packages.get('tbe-serving', 'not installed')}", *lines]

@@ -144,6 +144,8 @@ class LookupMetrics:
         tables: names of the tables.
         exported_at: when the bundle was exported, Unix time in seconds.
         scales: the largest |score| that the export saw, by output.
+        kernels: the instruction set of FBGEMM's kernels (`serving.lookup.instruction_set`).
+        has_slow_kernels: whether the processor has faster instructions than these.
     """
 
     def __init__(
@@ -153,6 +155,9 @@ class LookupMetrics:
         tables: Sequence[str],
         exported_at: float,
         scales: Mapping[str, float] = MappingProxyType({}),
+        *,
+        kernels: str = "unknown",
+        has_slow_kernels: bool = False,
     ) -> None:
         # Triton deletes a family and its metrics when nothing refers to it.
         self._families: list[Family] = []
@@ -211,6 +216,8 @@ class LookupMetrics:
         self._started = perf_counter()
         self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque(maxlen=_MOST_WAITING)
         self._set_gauges(family_of, labels, exported_at, scales)
+        slow = family_of("tbe_slow_kernels", "1 if FBGEMM does not use the processor's vector instructions", "GAUGE")
+        slow.Metric({**labels, "instruction_set": kernels}).set(has_slow_kernels)
 
     def _set_gauges(
         self, families: Families, labels: Mapping[str, str], exported_at: float, scales: Mapping[str, float]

@@ -20,12 +20,13 @@ import triton_python_backend_utils as pb_utils
 
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
-from serving.backend.metrics import LookupMetrics, Publisher, triton_families
+from serving.backend.metrics import Families, LookupMetrics, Publisher, triton_families
 from serving.backend.page_metrics import PageMetrics
 from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_with_parent
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
 from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
+from serving.bundle.manifest import Manifest
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine, Outcome
 from serving.errors import (
@@ -40,6 +41,7 @@ from serving.errors import (
     shown,
 )
 from serving.log import Sampled, about_model
+from serving.lookup.instruction_set import instruction_set, slow_kernels
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, PassedOver, read_captured
 from serving.requests.parameters import decode_parameters
@@ -135,10 +137,7 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
-    outputs = () if manifest.dense_part is None else manifest.dense_part.outputs
-    scales = {output.name: output.parity.scale for output in outputs}
-    tables = [table.name for table in manifest.tables]
-    metrics = LookupMetrics(families, labels, tables, manifest.exported_at, scales)
+    metrics = _lookup_metrics(families, labels, manifest, warns("slow_kernels"))
     pages = PageMetrics(families, labels, engine.table_files, warns("pages"))
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
@@ -161,6 +160,26 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
             each()
 
     return engine, answerer, Publisher(partial(call, published), partial(call, ended))
+
+
+def _lookup_metrics(
+    families: Families, labels: Mapping[str, str], manifest: Manifest, warn: Callable[[str], None]
+) -> LookupMetrics:
+    """The metrics of an instance. `warn` gets a line if FBGEMM does not use the processor's vector instructions."""
+    kernels = instruction_set()
+    advice = slow_kernels(kernels)
+    if advice is not None:
+        warn(advice)
+    outputs = () if manifest.dense_part is None else manifest.dense_part.outputs
+    return LookupMetrics(
+        families,
+        labels,
+        [table.name for table in manifest.tables],
+        manifest.exported_at,
+        {output.name: output.parity.scale for output in outputs},
+        kernels=kernels,
+        has_slow_kernels=advice is not None,
+    )
 
 
 def _warm_up(engine: Engine, model: Path, warn: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ import torch
 from serving.bundle.load import Bundle, read_checked
 from serving.bundle.manifest import PROGRAM
 from serving.errors import BundleError
+from serving.lookup.instruction_set import warn_of_slow_kernels
 from serving.pins import check_pins, mismatch
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
@@ -27,6 +28,9 @@ def load_fbgemm() -> None:
     Raises:
         EnvironmentMismatch: an installed version differs from its pin (`serving.pins`), or a library is missing, or
             cannot be loaded.
+
+    Warns:
+        SlowKernelWarning: FBGEMM does not use the processor's vector instructions.
     """
     check_pins()
     spec = importlib.util.find_spec("fbgemm_gpu")
@@ -40,13 +44,15 @@ def load_fbgemm() -> None:
             torch.ops.load_library(path)  # type: ignore[no-untyped-call]
         except OSError as error:  # such as a CUDA build without CUDA's libraries
             raise mismatch(f"{path}: cannot be loaded: {error}", is_broken=True) from error
+    warn_of_slow_kernels()
 
 
 @contextmanager
 def torchscript() -> Iterator[None]:
     """Silence the warning that TorchScript is deprecated. torch.export cannot call FBGEMM in a server yet."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+        for category in (DeprecationWarning, FutureWarning):  # of torch 2.13, and of 2.14
+            warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=category)
         yield
 
 

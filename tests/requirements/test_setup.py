@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.pins import DEFAULT_STACK, STACKS, Stack
 from tests.support.long_cases import one_in
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
@@ -40,6 +41,40 @@ def test_both_torches_are_the_one_that_is_asked_for_and_nothing_is_pinned_twice(
         assert f"torch=={pypi['torch']}\n" in (REQUIREMENTS / asking).read_text()
     for purpose in PURPOSES:
         assert not pins(REQUIREMENTS / f"{purpose}.txt").keys() & (cpu.keys() | pypi.keys())
+
+
+@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: f"torch {stack.torch}")
+def test_the_locks_are_the_stacks_of_the_pins(stack: Stack) -> None:
+    """serving/pins.py is the table. The default's lock is spread over the purposes; each other stack has one."""
+    minor = stack.torch.rpartition(".")[0]
+    if stack is DEFAULT_STACK:
+        locked = (
+            pins(REQUIREMENTS / "serve.txt")
+            | pins(REQUIREMENTS / "export.txt")
+            | pins(REQUIREMENTS / "torch-pypi.txt")
+        )
+    else:
+        locked = pins(REQUIREMENTS / f"stack-{minor}.txt")
+        asked = (REQUIREMENTS / f"stack-{minor}.in").read_text()
+        assert re.findall(r"^([\w-]+)==", asked, re.MULTILINE) == ["torch", "torchrec", "fbgemm-gpu-cpu"]
+    assert (locked["torch"], locked["torchrec"], locked["fbgemm-gpu-cpu"]) == (
+        stack.torch,
+        stack.torchrec,
+        stack.fbgemm,
+    )
+
+
+def test_every_lock_of_a_stack_is_in_the_pins() -> None:
+    locks = {path.stem.removeprefix("stack-") for path in REQUIREMENTS.glob("stack-*.txt")}
+    assert locks == {stack.torch.rpartition(".")[0] for stack in STACKS if stack is not DEFAULT_STACK}
+
+
+def test_a_stack_replaces_packages_of_the_default_alone() -> None:
+    """Another version of any other package would let the two stacks differ in more than they say."""
+    replaced = {"torch", "torchrec", "fbgemm-gpu-cpu"}
+    others = {name for purpose in PURPOSES for name in pins(REQUIREMENTS / f"{purpose}.txt")} - replaced
+    for lock in REQUIREMENTS.glob("stack-*.txt"):
+        assert not others & pins(lock).keys()
 
 
 # What an environment for each purpose has: each lock holds what those before it do not.

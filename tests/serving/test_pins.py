@@ -24,27 +24,40 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
     [
         pytest.param(
             {"torch": "2.12.1"},
-            "torch: expected 2.13, found 2.12.1",
+            "torch: expected 2.13 or 2.14, found 2.12.1",
             "pip install torch==2.13.0",
             id="torch",
         ),
         pytest.param(
             {"torch": "2.12.1", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
-            "torch: expected 2.13, found 2.12.1",
+            "torch: expected 2.13 or 2.14, found 2.12.1",
             "pip install torch==2.13.0",
             id="torch beside a CUDA build that fits",
         ),
         pytest.param(
             {"torch": "2.12.1+cpu", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
-            "torch: expected 2.13, found 2.12.1+cpu",
+            "torch: expected 2.13 or 2.14, found 2.12.1+cpu",
             f"pip install torch==2.13.0 && {INSTEAD}",
             id="torch's CPU build beside a CUDA build",
         ),
         pytest.param(
-            {"torch": None}, "torch: expected 2.13, found none", "pip install 'tbe-serving[export]'", id="no torch"
+            {"torch": None},
+            "torch: expected 2.13 or 2.14, found none",
+            "pip install 'tbe-serving[export]'",
+            id="no torch",
         ),
-        pytest.param({"fbgemm-gpu-cpu": "1.9.0"}, "fbgemm-gpu-cpu: expected 1.8, found 1.9.0", CPU, id="fbgemm"),
-        pytest.param({"fbgemm-gpu-cpu": None}, "fbgemm-gpu-cpu: expected 1.8, found none", CPU, id="no fbgemm"),
+        pytest.param(
+            {"fbgemm-gpu-cpu": "1.9.0"},
+            "fbgemm-gpu-cpu: expected 1.8 beside torch 2.13, found 1.9.0",
+            CPU,
+            id="fbgemm",
+        ),
+        pytest.param(
+            {"fbgemm-gpu-cpu": None},
+            "fbgemm-gpu-cpu: expected 1.8 beside torch 2.13, found none",
+            CPU,
+            id="no fbgemm",
+        ),
         pytest.param(
             {"fbgemm-gpu": "1.8.0"},
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files",
@@ -59,15 +72,40 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
         ),
         pytest.param(
             {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.9.0"},
-            "fbgemm-gpu: expected 1.8, found 1.9.0",
+            "fbgemm-gpu: expected 1.8 beside torch 2.13, found 1.9.0",
             INSTEAD,
             id="newer",
         ),
         pytest.param(
             {"torchrec": "1.18.0"},
-            "torchrec: expected 1.8, found 1.18.0",
+            "torchrec: expected 1.8 beside torch 2.13, found 1.18.0",
             "pip install --no-deps torchrec==1.8.0",
             id="torchrec",
+        ),
+        pytest.param(
+            {"torch": "2.14.1+cpu"},
+            "fbgemm-gpu-cpu: expected 1.9 beside torch 2.14, found 1.8.0",
+            "pip install --no-deps torchrec==1.9.2 && pip install --no-deps --force-reinstall fbgemm-gpu-cpu==1.9.0",
+            id="the default's FBGEMM beside another stack's torch",
+        ),
+        pytest.param(
+            {"torch": "2.14.0", "torchrec": "1.9.1", "fbgemm-gpu-cpu": "1.8.0"},
+            "fbgemm-gpu-cpu: expected 1.9 beside torch 2.14, found 1.8.0",
+            "pip install --no-deps --force-reinstall fbgemm-gpu-cpu==1.9.0",
+            id="patch releases fit",
+        ),
+        pytest.param(
+            {"torch": "2.15.0", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"},
+            "torch: expected 2.13 or 2.14, found 2.15.0",
+            "pip install torch==2.14.1",
+            id="a torch that no FBGEMM is built for yet",
+        ),
+        pytest.param(
+            {"torch": "3.0.0a1+git"},
+            "torch: expected 2.13 or 2.14, found 3.0.0a1+git",
+            "pip install torch==2.14.1 && pip install --no-deps torchrec==1.9.2"
+            " && pip install --no-deps --force-reinstall fbgemm-gpu-cpu==1.9.0",
+            id="a development build",
         ),
     ],
 )
@@ -86,6 +124,7 @@ def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
     [
         pytest.param({"torchrec": None}, id="serving needs no torchrec"),
         pytest.param({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0", "torch": "2.13.0"}, id="CUDA build"),
+        pytest.param({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, id="the second stack"),
     ],
 )
 def test_what_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:

@@ -304,6 +304,15 @@ def test_a_page_explains_every_metric_of_ours(pages: str) -> None:
         assert f"| `{name}`" in page or f", `{name}` |" in page, name
 
 
+def test_the_kernels_of_a_served_model_are_fast(pages: str) -> None:
+    """Whatever the processor: the model's process loads torch in the order that lets FBGEMM see its instructions."""
+    slow = [line for line in pages.splitlines() if line.startswith("tbe_slow_kernels{")]
+    assert len(slow) >= 2  # of a model that has all ranks itself, and of a router
+    for line in slow:
+        assert line.endswith(" 0")
+        assert re.search(r'instruction_set="(?!unknown)\w+"', line)
+
+
 def test_what_is_said_of_a_served_version_is_said_now() -> None:
     """Not of an hour: a version that was served in it would be shown as if it still were."""
     for panel in DASHBOARD["panels"]:
@@ -315,7 +324,7 @@ def test_gauges_are_asked_of_versions_that_are_served() -> None:
     """Triton keeps those of a version that was unloaded."""
     gauges = {
         *("tbe_host_replicas", "tbe_host_replicas_up", "tbe_bundle_exported_timestamp_seconds"),
-        *("tbe_weights_bytes", "tbe_weights_huge_bytes"),
+        *("tbe_weights_bytes", "tbe_weights_huge_bytes", "tbe_slow_kernels"),
     }
     asked = [{selector.name for selector in selectors(parsed(query))} for query in queries()]
     assert set().union(*asked) >= gauges

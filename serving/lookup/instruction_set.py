@@ -1,0 +1,86 @@
+"""The vector instructions of the processor that FBGEMM's CPU kernels use, as FBGEMM itself says.
+
+Without vector instructions FBGEMM looks rows up with its reference kernels. They take 10 to 30 times as long, and
+nothing says so (`serving.torch_libraries` has the cause and the cure).
+"""
+
+import ctypes
+import importlib.util
+import warnings
+from functools import cache
+from pathlib import Path
+
+# FBGEMM's enum inst_set_t, in its order (https://github.com/pytorch/FBGEMM, include/fbgemm/Utils.h).
+_INSTRUCTION_SETS = ("anyarch", "avx2", "avx512", "avx512_ymm", "avx512_vnni", "avx512_vnni_ymm", "sve")
+# The C++ function fbgemm::fbgemmInstructionSet().
+_SYMBOL = "_ZN6fbgemm20fbgemmInstructionSetEv"
+# Flags in /proc/cpuinfo of vector instructions that FBGEMM has kernels for.
+_VECTOR_FLAGS = ("avx2", "sve")
+
+
+class SlowKernelWarning(RuntimeWarning):
+    """FBGEMM looks rows up without the vector instructions that the processor has."""
+
+
+@cache
+def instruction_set() -> str:
+    """The instruction set that FBGEMM chose its kernels for: a name of `inst_set_t`, such as "avx2".
+
+    FBGEMM's libraries have to be loaded (`serving.lookup.program.load_fbgemm`). The first call takes a microsecond.
+
+    Returns:
+        "anyarch" for the reference kernels. The number of an `inst_set_t` without a known name. "unknown" if this
+        release of FBGEMM does not say.
+    """
+    package = importlib.util.find_spec("fbgemm_gpu")
+    if package is None or package.origin is None:
+        return "unknown"
+    try:
+        detect = getattr(ctypes.CDLL(str(Path(package.origin).with_name("fbgemm.so"))), _SYMBOL)
+    except (OSError, AttributeError):
+        return "unknown"
+    number: int = detect()
+    return _INSTRUCTION_SETS[number] if 0 <= number < len(_INSTRUCTION_SETS) else str(number)
+
+
+def slow_kernels(chosen: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Say that FBGEMM uses its reference kernels on a processor with vector instructions, and what to do.
+
+    Args:
+        chosen: what `instruction_set` returned.
+        cpuinfo: Linux's description of the processor.
+
+    Returns:
+        One line, or None if the kernels are as fast as the processor allows.
+    """
+    if chosen != "anyarch":
+        return None
+    vector = next((flag for flag in _VECTOR_FLAGS if flag in _flags(cpuinfo)), None)
+    if vector is None:
+        return None
+    return (
+        f"FBGEMM: expected kernels for this processor's {vector}, got its reference kernels: lookups take 10 to 30 "
+        "times as long: put `import serving` before `import torchrec` and `import fbgemm_gpu`"
+    )
+
+
+def warn_of_slow_kernels() -> None:
+    """Warn if FBGEMM uses its reference kernels on a processor with vector instructions.
+
+    Warns:
+        SlowKernelWarning: once in a process, with the line to add to the program.
+    """
+    advice = slow_kernels(instruction_set())
+    if advice is not None:
+        warnings.warn(advice, SlowKernelWarning, stacklevel=2)
+
+
+def _flags(cpuinfo: Path) -> set[str]:
+    """The processor's flags: `flags` on x86, `Features` on ARM."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return set()
+    return {
+        flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()
+    }

@@ -1,0 +1,55 @@
+"""FBGEMM finds the processor's vector instructions, whatever a program imports first."""
+
+import subprocess
+import sys
+
+import pytest
+
+from serving.torch_libraries import share_cpuinfo
+
+PROGRAMS = {
+    "serving first": "import serving, torch",
+    "export first": "import export, torch",
+    "torch first": "import torch, serving",
+    "torchrec after serving": "import serving, torchrec",
+    "torchrec after torch and serving": "import torch, serving, torchrec",
+    "in a forked process": "import serving, torch, os; os.fork() and os._exit(os.waitstatus_to_exitcode(os.wait()[1]))",
+}
+CHECK = """
+from serving.lookup.program import load_fbgemm
+from serving.lookup.instruction_set import instruction_set, slow_kernels
+load_fbgemm()
+assert slow_kernels(instruction_set()) is None, instruction_set()
+"""
+# FBGEMM is loaded before this package can do anything.
+TOO_LATE = """
+import torch, torchrec, warnings
+from serving.lookup.program import load_fbgemm
+from serving.lookup.instruction_set import SlowKernelWarning, instruction_set, slow_kernels
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    for _ in range(3):
+        load_fbgemm()
+said = [str(warning.message) for warning in caught if warning.category is SlowKernelWarning]
+advice = slow_kernels(instruction_set())
+assert said == ([] if advice is None else [advice]), (said, advice)
+"""
+
+
+def run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("imports", PROGRAMS.values(), ids=PROGRAMS)
+def test_fbgemm_uses_vector_instructions(imports: str) -> None:
+    run(imports + CHECK)
+
+
+def test_a_program_that_loads_fbgemm_first_is_warned_once_if_its_kernels_are_slow() -> None:
+    run(TOO_LATE)
+
+
+def test_an_environment_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    share_cpuinfo()
