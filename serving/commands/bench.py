@@ -1,4 +1,4 @@
-"""`tbe-serve bench`: throughput and latency of a served model; which requests are sent, and how many."""
+"""`tbe-serve bench`: measure throughput and latency of a served model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """The source of the requests: random ones for a bundle, or a captured file.
+    """Where requests come from: random requests for a bundle, or a captured file.
 
     Attributes:
-        bundle: the version that is served. None: only captured requests can be sent, and answers are not checked.
+        bundle: the served version. None: answers are not checked, and `replay` is required.
         replay: a captured file. None: random requests.
-        samples: samples of a random request. Each number is measured by itself.
-        ids: how often each id is asked for.
+        samples: numbers of samples of random requests, each measured separately.
+        ids: the distribution of ids.
         pooling_factors: mean number of ids in a bag, by feature. "*" is for all features.
-        scores: whether random requests ask for scores.
+        scores: whether random requests are for scores.
     """
 
     bundle: Bundle | None
@@ -52,7 +52,7 @@ class Source:
     scores: bool
 
     def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
-        """The requests for a served model, each list with the samples of its requests. None: they differ.
+        """Lists of requests for a served model, each with the samples of its requests, or None if these differ.
 
         Raises:
             BundleError: the bundle is not a version of this model.
@@ -60,17 +60,15 @@ class Source:
         """
         if self.bundle is not None and self.bundle.manifest.schema_digest != info.schema_digest:
             raise BundleError(
-                f"{self.bundle.path}: expected a version of the model that is served, {model!r}: features differ"
+                f"{self.bundle.path}: expected a version of the served model, {model!r}: features differ"
             )
         factors = self._factors(info)
         if self.replay is not None:
             if self.scores:
-                raise ConfigurationError(
-                    "scores: expected random requests: those of --replay ask for what they asked for"
-                )
+                raise ConfigurationError("scores: expected random requests: replayed requests keep their own outputs")
             return [(None, prepare(model, _captured(self.replay, info), info))]
         if self.bundle is None:
-            raise ConfigurationError("expected --bundle, or --replay: where else are ids to come from?")
+            raise ConfigurationError("expected --bundle or --replay, got neither: requests need ids")
         manifest = self.bundle.manifest
         maps = IdMaps.of(self.bundle.path, manifest)
         known = known_of_keys({} if maps is None else maps.known, manifest)
@@ -91,23 +89,28 @@ def _source(
     bundle: Annotated[
         Path | None,
         typer.Option(
-            help="The version that is served, REPOSITORY/NAME/VERSION. Random ids are valid ids of its tables. "
-            "Answers are compared with its rows and its dense part."
+            help="The served version, REPOSITORY/NAME/VERSION. Random ids are valid for its tables, and answers are "
+            "checked with its rows and dense part."
         ),
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Send the requests of this captured file instead of random ones.")
+        Path | None, typer.Option(help="Send the requests of a captured file instead of random requests.")
     ] = None,
-    samples: Annotated[list[int] | None, typer.Option(help="Samples of a random request. May be repeated.")] = None,
+    samples: Annotated[
+        list[int] | None, typer.Option(help="Samples in each random request. May be repeated.")
+    ] = None,
     ids: Annotated[
-        str, typer.Option(help="How often each id is asked for: uniform, or zipf:EXPONENT such as zipf:1.05.")
+        str, typer.Option(help="Distribution of ids: uniform, or zipf:EXPONENT such as zipf:1.05.")
     ] = "uniform",
     pooling_factor: Annotated[
         list[str] | None,
-        typer.Option(metavar="[FEATURE=]X", help="Mean number of ids in a bag, of all features or one; default 10."),
+        typer.Option(
+            metavar="[FEATURE=]X", help="Mean number of ids in a bag, for all features or for one. Default: 10."
+        ),
     ] = None,
     scores: Annotated[
-        bool, typer.Option("--scores", help="Ask for scores, with random dense inputs in [0, 1), not for embeddings.")
+        bool,
+        typer.Option("--scores", help="Request scores, with random dense inputs in [0, 1), instead of embeddings."),
     ] = False,
 ) -> Source:
     _check_positive(samples=samples or ())
@@ -125,22 +128,24 @@ def _traffic(
     *,
     clients: Annotated[
         list[int] | None,
-        typer.Option(help="Clients at once. Each waits for its answer. May be repeated. Default: 1, 8 and 32."),
+        typer.Option(
+            help="Concurrent clients, each with one request at a time. May be repeated. Default: 1, 8 and 32."
+        ),
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="Instead of --clients: requests a second, at random moments. May be repeated."),
+        typer.Option(help="Instead of --clients: requests per second, at random intervals. May be repeated."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Seconds of each repeat.")] = 3.0,
-    repeats: Annotated[int, typer.Option(help="Number of repeats. The report shows how much they differ.")] = 5,
-    warm_up: Annotated[float, typer.Option(help="Seconds of warm-up before the first repeat, not measured.")] = 1.0,
-    check: Annotated[float, typer.Option(help="Share of the answers that is compared with --bundle.")] = 0.01,
+    seconds: Annotated[float, typer.Option(help="Duration of each repeat, in seconds.")] = 3.0,
+    repeats: Annotated[int, typer.Option(help="Number of repeats. The report shows their spread.")] = 5,
+    warm_up: Annotated[float, typer.Option(help="Seconds of unmeasured warm-up before the first repeat.")] = 1.0,
+    check: Annotated[float, typer.Option(help="Share of answers to check against --bundle.")] = 0.01,
 ) -> list[Traffic]:
     _check_positive(seconds=[seconds], repeats=[repeats], clients=clients or (), rate=rate or ())
     _check_share(check=check)
     if not 0 <= warm_up <= _MOST:
         raise ConfigurationError(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
-    pairs = [(0, each) for each in rate] if rate else [(client, 0.0) for client in clients or _CLIENTS]
+    pairs = [(0, per_s) for per_s in rate] if rate else [(count, 0.0) for count in clients or _CLIENTS]
     return [
         Traffic(clients=count, rate=per_s, seconds=seconds, repeats=repeats, warm_up_s=warm_up, check=check)
         for count, per_s in pairs
@@ -164,33 +169,33 @@ def bench(
     tls: TlsOf,
     url: UrlOption = DEFAULT_URL,
     max_errors: Annotated[
-        float, typer.Option(help="Largest share of failed requests. If more fail, the command fails.")
+        float, typer.Option(help="Maximum share of failed requests. If more fail, the command fails.")
     ] = 0.01,
     processes: Annotated[
-        int, typer.Option(help="Processes that send requests, for servers that are faster than one process.")
+        int, typer.Option(help="Processes that send requests. One may be slower than the server.")
     ] = 1,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 1.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON for each number of clients, or rate.")
+        bool, typer.Option("--json", help="Print one line of JSON for each number of clients or rate.")
     ] = False,
 ) -> None:
     """Measure throughput and latency of a running server, and check its answers.
 
     Exits with 1 if no request was answered, more requests failed than --max-errors, an answer was wrong, or this
-    generator was the bottleneck.
+    program was the bottleneck.
     """
     _check_positive(processes=[processes], timeout_s=[timeout_s])
     _check_share(max_errors=max_errors)
-    asked, planned, security = source(), traffic(), tls()
-    with LookupClient(url, model, _INFO_TIMEOUT_S, tls=security) as client:
+    requests_source, traffics, certificates = source(), traffic(), tls()
+    with LookupClient(url, model, _INFO_TIMEOUT_S, tls=certificates) as client:
         info = client.info()
     outcomes: list[Report | Refusal] = []
-    for samples, requests in asked.requests(model, info):
-        for each in planned:
-            repeats = generate(url, requests, each, timeout_s, asked.bundle, processes, security)
-            why = refusal(each, repeats)
+    for samples, requests in requests_source.requests(model, info):
+        for load in traffics:
+            repeats = generate(url, requests, load, timeout_s, requests_source.bundle, processes, certificates)
+            why = refusal(load, repeats)
             outcomes.append(
-                summarize(each, samples, repeats) if why is None else Refusal(each.clients, each.rate, samples, why)
+                summarize(load, samples, repeats) if why is None else Refusal(load.clients, load.rate, samples, why)
             )
             if as_json:
                 print_json(msgspec.json.encode(outcomes[-1]))
@@ -198,16 +203,16 @@ def bench(
     if not as_json and reports:
         out.print(table(reports))
         out.print(summary(reports))
-    if asked.bundle is None:
-        say("the answers were not checked: --bundle says what they should be")
+    if requests_source.bundle is None:
+        say("the answers were not checked: that needs --bundle")
     raise typer.Exit(_has_failed(outcomes, max_errors))
 
 
 def _has_failed(outcomes: Sequence[Report | Refusal], max_errors: float) -> bool:
-    """Print a line for each failure. Returns whether there was one."""
+    """Print a line for each failure. Returns whether anything failed."""
     refused = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
-    for each in refused:
-        say(f"{named(each)}: refused: {each.refused}")
+    for refused_load in refused:
+        say(f"{named(refused_load)}: refused: {refused_load.refused}")
     failed = [
         outcome
         for outcome in outcomes
@@ -224,7 +229,7 @@ def _errors(report: Report, most: float) -> str:
 
 
 def _check_positive(**numbers: Sequence[float]) -> None:
-    """Refuse numbers that are not above 0, or are more than a million.
+    """Refuse numbers that are not above 0 or exceed a million.
 
     Args:
         numbers: by option.
@@ -232,14 +237,14 @@ def _check_positive(**numbers: Sequence[float]) -> None:
     Raises:
         ConfigurationError: a number is out of range. The message names its option.
     """
-    for name, given in numbers.items():
-        for number in given:
+    for name, values in numbers.items():
+        for number in values:
             if not 0 < number <= _MOST:
                 raise ConfigurationError(f"{name}: expected > 0 and at most {_MOST}, got {number}")
 
 
 def _check_share(**shares: float) -> None:
-    """Refuse shares that are not in [0, 1].
+    """Refuse shares outside [0, 1].
 
     Args:
         shares: by option.

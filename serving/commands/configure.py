@@ -28,32 +28,35 @@ from serving.terminal.output import print_json
 
 
 def _changes(before: ServingSettings, **typed: Any) -> dict[str, Any]:
-    given = {each.name: typed[each.name] for each, _ in table() if typed[each.name] is not None}
-    for each, setting in table():
-        if kind_of(each) is Mapping and each.name in given:
-            values = given[each.name]
+    changes = {field.name: typed[field.name] for field, _ in table() if typed[field.name] is not None}
+    for field, setting in table():
+        if kind_of(field) is Mapping and field.name in changes:
+            values = changes[field.name]
             may_lack_name = (setting.metavar or "").startswith("[")
-            added = by_name(values) if may_lack_name else named(setting.flag or f"--{each.name}", values)
-            given[each.name] = (getattr(before, each.name) or {}) | added
-    unset = [each.name for each, setting in table() if setting.unset and typed[f"no_{each.name}"]]
-    return given | dict.fromkeys(unset)
+            added = by_name(values) if may_lack_name else named(setting.flag or f"--{field.name}", values)
+            changes[field.name] = (getattr(before, field.name) or {}) | added
+    unset = [field.name for field, setting in table() if setting.unset and typed[f"no_{field.name}"]]
+    return changes | dict.fromkeys(unset)
 
 
-def _options(each: Field[Any], setting: Setting) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    kind: Any = setting.typed or kind_of(each)
-    option = f"--{each.name.replace('_', '-')}"
+def _options(field: Field[Any], setting: Setting) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    kind: Any = setting.typed or kind_of(field)
+    option = f"--{field.name.replace('_', '-')}"
     names = [f"{option}/--no-{option[2:]}"] if kind is bool else [setting.flag] if setting.flag else []
     typed = list[str] if kind is Mapping else kind
-    yield each.name, (Annotated[typed | None, typer.Option(*names, metavar=setting.metavar, help=setting.help)], None)
+    yield (
+        field.name,
+        (Annotated[typed | None, typer.Option(*names, metavar=setting.metavar, help=setting.help)], None),
+    )
     if setting.unset:
-        yield f"no_{each.name}", (Annotated[bool, typer.Option(f"--no-{option[2:]}", help=setting.unset)], False)
+        yield f"no_{field.name}", (Annotated[bool, typer.Option(f"--no-{option[2:]}", help=setting.unset)], False)
 
 
 ChangesOf = Callable[[ServingSettings], dict[str, Any]]
-# A command calls `changes(before)` for the settings that were typed, as arguments of ServingSettings. None: unset.
-# Values of the form NAME=X are added to those in `before`.
+# A command calls `changes(before)` for the settings of the command line, as arguments of ServingSettings.
+# None means unset. Values of the form NAME=X are added to the values in `before`.
 takes_settings = shared_options(
-    "changes", with_options(_changes, dict(option for each in table() for option in _options(*each)))
+    "changes", with_options(_changes, dict(option for entry in table() for option in _options(*entry)))
 )
 
 
@@ -62,18 +65,20 @@ def configure(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
     changes: ChangesOf,
     warm_up: Annotated[
-        Path | None, typer.Option(help="Captured requests to answer before the model is ready.")
+        Path | None, typer.Option(help="File of captured requests that the server answers before the model is ready.")
     ] = None,
     no_warm_up: Annotated[bool, typer.Option("--no-warm-up", help="Remove the warm-up requests.")] = False,
     signing_key: Annotated[
         Path | None,
-        typer.Option(help="PEM file with an Ed25519 private key: sign the settings as shown, and the warm-up."),
+        typer.Option(
+            help="PEM file with an Ed25519 private key to sign the shown settings and the warm-up requests."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show or change the settings of a model.
 
-    A running server uses changed settings after `tbe-serve load`.
+    A running server applies changed settings at `tbe-serve load`.
     """
     config = read_config(model)
     before = settings_of(config)
@@ -83,7 +88,7 @@ def configure(
         changed["version"] = _version(model, changed["version"])
     settings = replace(before, **changed)
     manifests = _manifests(model)
-    _check_meant(model, manifests, changed)
+    _check_applicable(model, manifests, changed)
     if no_warm_up:
         (model / WARM_UP).unlink(missing_ok=True)
     elif warm_up is not None:
@@ -100,68 +105,71 @@ def configure(
         return
     out.print(_as_table(settings, defaults, warms_up))
     if changed or no_warm_up or warm_up is not None:
-        _tell_what_follows(model, is_signed=key is not None)
+        _print_next_steps(model, is_signed=key is not None)
 
 
 def _manifests(model: Path) -> Sequence[Manifest]:
     """The manifests of a model's versions."""
-    found = []
+    manifests = []
     for version in versions(model):
         with suppress(BundleError):  # other commands report a damaged version
-            found.append(open_bundle(model / str(version)).manifest)
-    return found
+            manifests.append(open_bundle(model / str(version)).manifest)
+    return manifests
 
 
-def _is_meant(setting: Setting, manifests: Sequence[Manifest]) -> bool:
-    """Whether any version uses a setting."""
+def _is_applicable(setting: Setting, manifests: Sequence[Manifest]) -> bool:
+    """Whether a setting affects any of these versions."""
     return (not setting.is_of_router or any(manifest.hosts for manifest in manifests)) and (
         not setting.is_of_scores or any(manifest.dense_part for manifest in manifests)
     )
 
 
-def _check_meant(model: Path, manifests: Sequence[Manifest], changed: Mapping[str, Any]) -> None:
-    """Refuse settings for routers, or for scores, if no version of the model uses them."""
-    for each, setting in table():
-        if manifests and changed.get(each.name) is not None and not _is_meant(setting, manifests):
+def _check_applicable(model: Path, manifests: Sequence[Manifest], changed: Mapping[str, Any]) -> None:
+    """Refuse settings for routers or scores that affect no version of the model."""
+    for field, setting in table():
+        if manifests and changed.get(field.name) is not None and not _is_applicable(setting, manifests):
             expected, got = (
                 ("a router", "all ranks of its versions are in the bundle")
                 if setting.is_of_router
                 else ("a model with scores", "export one with --scores")
             )
-            option = setting.flag or f"--{each.name.replace('_', '-')}"
+            option = setting.flag or f"--{field.name.replace('_', '-')}"
             raise ConfigurationError(f"{option}: expected {expected}, got {model}: {got}")
 
 
 def _defaults(settings: ServingSettings, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """The values that hold for settings that are None, by name."""
+    """The default values of applicable settings that are None, by name."""
     return {
-        each.name: setting.otherwise
-        for each, setting in table()
-        if getattr(settings, each.name) is None and setting.otherwise is not None and _is_meant(setting, manifests)
+        field.name: setting.otherwise
+        for field, setting in table()
+        if getattr(settings, field.name) is None
+        and setting.otherwise is not None
+        and _is_applicable(setting, manifests)
     }
 
 
-def _tell_what_follows(model: Path, *, is_signed: bool) -> None:
-    """Print what to do after a change."""
-    out.print(f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True)
+def _print_next_steps(model: Path, *, is_signed: bool) -> None:
+    """Print how to apply a change."""
+    out.print(f"written to {model / CONFIG}; for a running server: tbe-serve load {model.name}", soft_wrap=True)
     if not is_signed and os.path.lexists(signature_of(model / CONFIG)):
         out.print(
-            "it was signed: where keys are trusted it is refused until it is again, --signing-key", soft_wrap=True
+            "its signature is now invalid: servers with --trusted-keys refuse it until you sign it, --signing-key",
+            soft_wrap=True,
         )
 
 
 def _version(model: Path, text: str) -> int | None:
-    """The number of one of the model's versions. None: the newest."""
+    """Parse the number of one of the model's versions. None: the newest."""
     if text == NEWEST:
         return None
-    there = versions(model)[::-1]
-    if text not in map(str, there):
-        raise ConfigurationError(f"version: expected {NEWEST!r} or one of {there} in {model}, got {text!r}")
+    published = versions(model)[::-1]
+    if text not in map(str, published):
+        raise ConfigurationError(f"version: expected {NEWEST!r} or one of {published} in {model}, got {text!r}")
     return int(text)
 
 
 def _set_warm_up(model: Path, source: Path) -> None:
-    """Copy `source` to a file beside config.pbtxt, if it has captured requests."""
+    """Copy the captured requests of `source` to a file beside config.pbtxt."""
     passed_over = PassedOver()
     for _ in read_captured(source, passed_over, follow=True):
         pass
@@ -176,7 +184,7 @@ def _sign(model: Path, config: bytes, key: Ed25519PrivateKey) -> None:
 
     Args:
         model: the model's folder.
-        config: the content of config.pbtxt that was shown. The file may have changed since.
+        config: the shown content of config.pbtxt. The file may have changed since.
         key: the private key.
     """
     name = Path(os.path.abspath(model)).name

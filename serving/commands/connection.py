@@ -1,4 +1,4 @@
-"""The options of commands that call a server: its address and TLS."""
+"""The options of commands that call a server: address and TLS."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,15 +24,19 @@ def _tls(
     *,
     tls_ca: Annotated[
         Path | None,
-        typer.Option(envvar="TBE_SERVE_TLS_CA", help="Use TLS. Root certificates for the server's, in PEM."),
+        typer.Option(envvar="TBE_SERVE_TLS_CA", help="Use TLS. The server's root certificates, in PEM."),
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(envvar="TBE_SERVE_TLS_CERT", help="The client's certificate, in PEM.")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(envvar="TBE_SERVE_TLS_KEY", help="Its private key, in PEM.")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="TBE_SERVE_TLS_KEY", help="Private key of --tls-cert, in PEM.")
+    ] = None,
     tls_server_name: Annotated[
         str | None,
-        typer.Option(envvar="TBE_SERVE_TLS_SERVER_NAME", help="Name in its certificate. Default: its address."),
+        typer.Option(
+            envvar="TBE_SERVE_TLS_SERVER_NAME", help="Name in the server's certificate. Default: its address."
+        ),
     ] = None,
 ) -> Tls | None:
     if tls_ca is None and tls_cert is None and tls_key is None and tls_server_name is None:
@@ -43,5 +47,5 @@ def _tls(
 
 
 TlsOf = Callable[[], Tls | None]
-# A command calls `tls()` for the certificates that the options name. None: no TLS.
+# A command calls `tls()` for the certificates of the options. None: no TLS.
 takes_tls = shared_options("tls", _tls)

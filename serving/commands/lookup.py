@@ -1,4 +1,4 @@
-"""`tbe-serve lookup` and `tbe-serve score`: one request for each line of JSON."""
+"""`tbe-serve lookup` and `tbe-serve score`: one request per line of JSON."""
 
 import json
 import sys
@@ -18,15 +18,15 @@ from serving.terminal.output import is_read, lost, print_json
 
 Answered = TypeVar("Answered", bound=Mapping[str, Any])
 LinesArgument = Annotated[
-    typer.FileBinaryRead, typer.Argument(help="JSON lines, one request each; standard input by default.")
+    typer.FileBinaryRead, typer.Argument(help="File with one JSON request per line. Default: standard input.")
 ]
 TimeoutOption = Annotated[float, typer.Option(help="Deadline of each request, in seconds.")]
 TableOption = Annotated[bool, typer.Option("--table", help="Print a table instead of JSON lines.")]
 SharedOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="A feature with one bag in each line, or a dense input with one row. It counts for all samples of the "
-        "line, as the user's features do in ranking. May be repeated."
+        help="A feature with one bag, or a dense input with one row, that all samples of a line share, such as the "
+        "user's features in ranking. May be repeated."
     ),
 ]
 
@@ -34,15 +34,15 @@ SharedOption = Annotated[
 def answer_lines(
     file: typer.FileBinaryRead, answer: Callable[[bytes], Answered], table: Callable[[Answered], Table] | None
 ) -> bool:
-    """Print the answer to each line of a file that is not blank. Report lines that cannot be answered.
+    """Print the answer to each line of a file, skipping blank lines, and report lines that fail.
 
     Args:
         file: the lines.
         answer: answers a line. It may raise a ServingError.
-        table: makes the table that shows an answer. None: print it as a JSON line.
+        table: makes a table of an answer. None: print a JSON line.
 
     Returns:
-        Whether there are lines that cannot be answered, or answers that cannot be printed.
+        Whether a line failed or an answer could not be printed.
     """
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
@@ -50,30 +50,30 @@ def answer_lines(
         if not line.strip():
             continue
         try:
-            found = answer(line)
+            arrays = answer(line)
         except ServingError as error:
             refused = True
             say(f"{where}line {number}: {error}")
         else:
-            print_arrays(found) if table is None else out.print(table(found))
-            if not is_read():  # `| head`; or the disk is full
+            print_arrays(arrays) if table is None else out.print(table(arrays))
+            if not is_read():  # `| head`, or a full disk
                 break
     return refused or lost() is not None
 
 
 def object_of(line: bytes, expected: str) -> dict[str, Any]:
-    """The JSON object in a line.
+    """Parse a line as a JSON object.
 
     Args:
-        line: the line. It is not trusted.
+        line: untrusted input.
         expected: the form of the object, for the message.
 
     Raises:
-        InvalidRequest: the line is no JSON object.
+        InvalidRequest: the line is not a JSON object.
     """
     try:
         request: Any = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of 5,000 digits
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
         raise InvalidRequest(f"expected {expected}, got {line.decode().strip()[:40]!r}")
@@ -83,24 +83,24 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
 def print_arrays(arrays: Mapping[str, Array | JaggedRows]) -> None:
     """Print arrays as a JSON line. Each number is the shortest decimal that reads back as the same float.
 
-    Rows of a sequence are printed as a list of rows for each sample.
+    JaggedRows are printed as a list of rows for each sample.
     """
     plain = {
-        name: [_decimals(found.rows(sample)) for sample in range(len(found))]
-        if isinstance(found, JaggedRows)
-        else _decimals(found)
-        for name, found in arrays.items()
+        name: [_decimals(array.rows(sample)) for sample in range(len(array))]
+        if isinstance(array, JaggedRows)
+        else _decimals(array)
+        for name, array in arrays.items()
     }
     print_json(json.dumps(plain))
 
 
 def _decimals(rows: Array) -> Any:
-    """Integers and booleans are themselves."""
+    """Convert to lists: floats by their shortest decimal, integers and booleans unchanged."""
     return rows.astype(str).astype(np.float64).tolist() if rows.dtype.kind == "f" else rows.tolist()
 
 
 def brief(row: Array) -> str:
-    """The first six numbers of an array of one dimension, for a column of a table."""
+    """The first six numbers of a one-dimensional array, for a table cell."""
     form = "{:+.4f}" if row.dtype.kind == "f" else "{}"
     return " ".join(map(form.format, row[:6])) + (" …" if row.size > 6 else "")
 
@@ -115,13 +115,13 @@ def lookup(
     as_table: TableOption = False,
     shared: SharedOption = None,
 ) -> None:
-    """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
+    """Look up embeddings. Input lines: {"feature": [[id, ...], ...], ...}, one bag of ids for each sample.
 
-    A feature of an EmbeddingCollection gives a list of rows for each sample: [[[number, ...], ...], ...].
-    Instead of a list of bags, a feature may have a list of ids, one for each sample, or
-    {"values": [...], "lengths": [...], "weights": [...]}.
-    A line that cannot be answered is reported. The others are answered, and the exit code is 1. If the server or the
-    model cannot be reached, nothing is looked up.
+    Output lines: {"feature": [[number, ...], ...], ...}. A feature of an EmbeddingCollection has a list of rows for
+    each sample: [[[number, ...], ...], ...]. Instead of bags, a feature may have a list of ids, one for each sample,
+    or {"values": [...], "lengths": [...], "weights": [...]}.
+    Lines that fail are reported, the other lines are answered, and the exit code is 1. If the server or the model
+    cannot be reached, nothing is looked up.
     """
     with LookupClient(url, model, timeout_s, tls=tls()) as client:
         client.info()
@@ -136,7 +136,7 @@ def lookup(
 def _table(answer: Answer) -> Table:
     table = Table("sample", "feature", "dim", "embedding")
     samples = max(map(len, answer.values()))
-    shared = [name for name, found in answer.items() if len(found) < samples]
+    shared = [name for name, embeddings in answer.items() if len(embeddings) < samples]
     for name in shared:
         _add_rows(table, "all", name, answer[name], 0)
     table.add_section()
@@ -147,8 +147,9 @@ def _table(answer: Answer) -> Table:
     return table
 
 
-def _add_rows(table: Table, label: str, name: str, found: Embeddings | JaggedRows, sample: int) -> None:
-    for row in found.rows(sample) if isinstance(found, JaggedRows) else found[sample : sample + 1]:
+def _add_rows(table: Table, label: str, name: str, embeddings: Embeddings | JaggedRows, sample: int) -> None:
+    rows = embeddings.rows(sample) if isinstance(embeddings, JaggedRows) else embeddings[sample : sample + 1]
+    for row in rows:
         table.add_row(label, name, str(row.size), brief(row))
 
 
@@ -157,7 +158,7 @@ _LINE = '{"features": {"feature": [[id, ...], ...], ...}, "dense": {"input": [[n
 
 @takes_tls
 def score(
-    model: Annotated[str, typer.Argument(help="The model's name. It was exported with --scores.")],
+    model: Annotated[str, typer.Argument(help="Name of a model that was exported with --scores.")],
     tls: TlsOf,
     file: LinesArgument = "-",  # type: ignore[assignment]
     url: UrlOption = DEFAULT_URL,
@@ -165,17 +166,18 @@ def score(
     as_table: TableOption = False,
     shared: SharedOption = None,
 ) -> None:
-    """Score samples: each line {"features": {...}, "dense": {"input": [[number, ...], ...]}} gives {"output": [...]}.
+    """Score samples. Input lines: {"features": {...}, "dense": {"input": [[number, ...], ...]}}.
 
-    "features" has ids for all features of the model, as in `tbe-serve lookup`. "dense" has a row of numbers for each
-    sample, by the name of the model's argument; of what has one for each id of a feature, such as the times of a
-    history, the rows of each bag. It can be left out if the model has no such arguments.
-    A line that cannot be answered is reported. The others are answered, and the exit code is 1. If the server or the
-    model cannot be reached, or the model has no scores, nothing is scored.
+    Output lines: {"output": [...]}. "features" has ids for all features of the model, as in `tbe-serve lookup`.
+    "dense" has the model's other arguments by name, one row of numbers for each sample. An argument with one row for
+    each id of a feature, such as the times of a history, has a list of rows for each bag. Omit "dense" if the model
+    has no such arguments.
+    Lines that fail are reported, the other lines are answered, and the exit code is 1. If the server or the model
+    cannot be reached, or the model has no scores, nothing is scored.
     """
     with LookupClient(url, model, timeout_s, tls=tls()) as client:
         if not client.info().scores:
-            raise ConfigurationError(f"MODEL {model!r}: expected one with scores: export it with --scores")
+            raise ConfigurationError(f"MODEL {model!r}: expected a model with scores: export it with --scores")
 
         def answer(line: bytes) -> Scores:
             return client.score(**_request(line), shared=shared or ())
@@ -193,8 +195,7 @@ def _request(line: bytes) -> dict[str, Any]:
 
 def _scores_table(scores: Scores) -> Table:
     table = Table("row", *scores)
-    for row in range(max(map(len, scores.values()))):  # a score may have a row for each id
-        table.add_row(
-            str(row), *(brief(each[row].reshape(-1)) if row < len(each) else "" for each in scores.values())
-        )
+    for row in range(max(map(len, scores.values()))):  # an output may have one row for each id
+        cells = (brief(array[row].reshape(-1)) if row < len(array) else "" for array in scores.values())
+        table.add_row(str(row), *cells)
     return table

@@ -14,7 +14,7 @@ from serving.bundle.load import remove_version, versions
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
-from serving.commands.load import PinsOf, takes_pins
+from serving.commands.version_options import PinsOf, takes_pins
 from serving.delta_store import DeltaStore, cache_of, store_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
@@ -181,7 +181,7 @@ def mirror_of(
     """
     if not is_url(place):
         if cache is not None or every_s is not None:
-            raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
+            raise ConfigurationError(f"--cache, --every-s: require the URL of a repository, got {place!r}")
         return None
     repository = cache or cache_of(place) / "repository"
     mirror = Mirror(Store(place), repository, pins=pins, follow=follow, own=True, deltas=store_of(deltas))

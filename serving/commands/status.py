@@ -1,4 +1,4 @@
-"""`tbe-serve status` and `tbe-serve health`: what servers serve, and whether their models answer."""
+"""`tbe-serve status` and `tbe-serve health`: the state of servers, and whether their models answer."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ _CHOSEN_BY = {"pin": "--serve", "release": "its release", "load": "tbe-serve loa
 
 
 def status_tables(status: Status) -> Iterator[Table]:
-    """The status of a server, as tables for a person."""
+    """The status of a server as tables."""
     yield _server(status)
     yield _versions(status.models)
     if (reasons := _reasons(status.models)).row_count:
@@ -57,12 +57,12 @@ def _server(status: Status) -> Table:
     table.add_row("server", status.address)
     table.add_row("tritonserver", f"{status.triton}, process {status.process}")
     last = status.last_recovery
-    at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(last.at))
-    what = "" if last is None else f"; the last at {at}: {f'{last.model}: ' if last.model else ''}{last.why}"
-    table.add_row("recoveries", f"{status.recoveries}{what}")
+    when = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(last.at))
+    details = "" if last is None else f"; the last at {when}: {f'{last.model}: ' if last.model else ''}{last.why}"
+    table.add_row("recoveries", f"{status.recoveries}{details}")
     if status.drains_until is not None:
         until = time.strftime("%H:%M:%S %Z", time.localtime(status.drains_until))
-        table.add_row("draining", f"not ready, and answers until its connections are closed, or {until}")
+        table.add_row("draining", f"not ready; answers until its connections are closed, at the latest {until}")
     return table
 
 
@@ -84,7 +84,7 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
 
 
 def _reasons(models: Iterable[ModelStatus]) -> Table:
-    """Why versions do not serve, or stay behind. A table of its own, because reasons need the whole width."""
+    """Why versions do not serve, or apply no deltas. A separate table, because reasons need the full width."""
     table = Table.grid(padding=(0, 2))
     for model in models:
         for version in model.versions:
@@ -173,33 +173,37 @@ def status(
     address: Annotated[str, typer.Argument(help="The server's gRPC address.")] = DEFAULT_URL,
     fleet: Annotated[
         list[str] | None,
-        typer.Option(metavar="ADDRESS[,ADDRESS]", help="Ask these servers which versions they serve, and compare."),
+        typer.Option(
+            metavar="ADDRESS[,ADDRESS]", help="Compare the versions that these servers serve. May be repeated."
+        ),
     ] = None,
     metadata: Annotated[
         Path | None,
-        typer.Option(help="File with a JSON object of strings, such as a token, sent with each call to a fleet."),
+        typer.Option(
+            help="File with a JSON object of strings, such as a token, to send with each call to the fleet."
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each call, in seconds.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a server serves. For your own server on this machine: all of it. For any other: the versions.
+    """Show the state of a server: full details for your own server on this machine, versions for any other server.
 
-    Exits with 1, and says why, if a server does not answer or serves nothing, or if servers of the fleet serve
+    Exits with 1 and the reason if a server does not answer or serves nothing, or if servers of a fleet serve
     different versions of a model.
     """
     run = None if fleet else find_run_file(address)
     if run is not None:
-        found = status_of(run, timeout_s)
+        server_status = status_of(run, timeout_s)
         if as_json:
-            print_json(msgspec.json.encode(found))
+            print_json(msgspec.json.encode(server_status))
         else:
-            for table in status_tables(found):
+            for table in status_tables(server_status):
                 out.print(table, end="\n\n")
         return
-    asked = [each.strip() for some in fleet or [address] for each in some.split(",")]
+    addresses = [part.strip() for text in fleet or [address] for part in text.split(",")]
     servers = query_servers(
         Connection(
-            addresses=list(dict.fromkeys(asked)),
+            addresses=list(dict.fromkeys(addresses)),
             timeout_s=timeout_s,
             retries=Retries(attempts=1),
             tls=tls(),
@@ -225,16 +229,16 @@ def health(
         float, typer.Option(help="Deadline of each model's lookup, in seconds.")
     ] = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Look up a row of every table of each model. Exits with 1, and says why, if a model does not answer in time."""
+    """Look up a row of every table of each model. Exits with 1 and the reason if a model does not answer in time."""
     for model in models:
         with LookupClient(url, model, timeout_s, retries=Retries(attempts=1), tls=tls()) as client:
             out.print(f"{model}: version {ask_every_table(client).version} answers")
 
 
 def ask_every_table(client: LookupClient) -> Answer:
-    """Look up row 0 of every table for one sample; the embeddings, {feature: [1, dim]}. Of a router, ask every host.
+    """Look up row 0 of every table for one sample: {feature: [1, dim]}. A router asks every host.
 
-    Triton 24.10 says ready even when the model's process has died.
+    Triton 24.10 reports a model as ready even when its process has died.
 
     Raises:
         ServingError: the model does not answer.

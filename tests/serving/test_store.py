@@ -593,4 +593,4 @@ def test_a_server_follows_a_store_and_outlives_it(tmp_path: Path, monkeypatch: p
 def test_a_folder_given_a_cache_is_refused(one_model: Path) -> None:
     for option in (("--cache", "c"), ("--every-s", "1")):
         said = tbe_serve("run", str(one_model), *option)
-        assert (said.returncode, "expected with them a repository with a URL" in said.stderr) == (1, True)
+        assert (said.returncode, "require the URL of a repository" in said.stderr) == (1, True)

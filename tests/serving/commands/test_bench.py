@@ -59,8 +59,8 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
 
         wider = export_model(collection(), tmp_path / "wider", "m")
         for arguments, why in (
-            (("--bundle", str(wider)), "expected a version of the model that is served, 'm': features differ"),
-            ((), "expected --bundle, or --replay"),
+            (("--bundle", str(wider)), "expected a version of the served model, 'm': features differ"),
+            ((), "expected --bundle or --replay"),
             (("--bundle", str(right), "--pooling-factor", "q=1"), "expected one of 'x', 'y', 'z'"),
             (("--bundle", str(right), "--pooling-factor", "-1"), "expected [FEATURE=]X"),
             (("--bundle", str(right), "--ids", "normal"), "expected uniform or zipf:EXPONENT"),

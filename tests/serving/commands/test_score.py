@@ -94,7 +94,7 @@ def test_score_reports_bad_lines_and_answers_the_others(server: Server, tmp_path
 def test_a_model_without_scores_is_refused_once(server: Server) -> None:
     done = tbe_serve("score", "without", "--url", server.grpc, stdin=f"{line()}\n{line()}")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "tbe-serve: MODEL 'without': expected one with scores: export it with --scores\n"
+    assert done.stderr == "tbe-serve: MODEL 'without': expected a model with scores: export it with --scores\n"
 
 
 def test_score_without_a_server_says_so() -> None:

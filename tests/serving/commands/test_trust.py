@@ -109,7 +109,7 @@ def test_a_signed_warm_up_and_a_signed_version_are_taken(target: Target) -> None
     assert signed.exit_code == 0, signed.output
     assert served_files(target).keys() == expected_files(1) | {"m/warm_up.jsonl"}
     changed = command("configure", target.model, "--version", "2").stdout
-    assert "it was signed: where keys are trusted it is refused until it is again, --signing-key" in changed
+    assert "its signature is now invalid: servers with --trusted-keys refuse it until you sign it" in changed
     with pytest.raises(ServingError, match=CHANGED_CONFIG):
         served_files(target)
 
@@ -117,9 +117,9 @@ def test_a_signed_warm_up_and_a_signed_version_are_taken(target: Target) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--min-version", "3"), "expected --trusted-keys with them"),
-        (("--private-folder", "/tmp"), "expected --trusted-keys with them"),
-        (("--trusted-weights", "in-place"), "expected --trusted-keys with them"),
+        (("--min-version", "3"), "require --trusted-keys"),
+        (("--private-folder", "/tmp"), "require --trusted-keys"),
+        (("--trusted-weights", "in-place"), "require --trusted-keys"),
         (("--trusted-keys", "t.pem", "--min-version", "m=x"), "--min-version m=x: expected"),
         (("--trusted-keys", "t.pem", "--min-version", "m=-1"), "--min-version m=-1: expected"),
     ],

@@ -29,7 +29,7 @@ def test_a_pinned_version_is_served_after_its_process_and_its_server_died(target
         assert said == [1, 1, 1]
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "m: is pinned to 1 here: name a version" in done.stderr
+        assert "m: this server's --serve pins it to 1: name a version" in done.stderr
         assert tbe_serve("load", "m", "--version", "2", "--url", server.grpc).stdout == "m: version 1 → 2\n"
 
 
@@ -63,9 +63,9 @@ def test_a_pin_is_above_the_floor(target: Target) -> None:
         ("m=9", r"/r/m: expected one of versions \[2, 1\], got 9"),
         ("m=1,9", r"/r/m: expected one of versions \[2, 1\], got 9"),
         ("n=1", r"/r: expected one of the models m, other, got 'n'"),
-        ("1", r"--serve 1: expected MODEL=N\[,N\], N a version's number"),
-        ("m=newest", r"--serve m=newest: expected MODEL=N\[,N\], N a version's number"),
-        ("m=", r"--serve m=: expected MODEL=N\[,N\], N a version's number"),
+        ("1", r"--serve 1: expected MODEL=N\[,N\] with version numbers"),
+        ("m=newest", r"--serve m=newest: expected MODEL=N\[,N\] with version numbers"),
+        ("m=", r"--serve m=: expected MODEL=N\[,N\] with version numbers"),
     ],
 )
 def test_a_pin_on_what_is_not_there_is_refused_by_name(target: Target, pin: str, message: str) -> None:

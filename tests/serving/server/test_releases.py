@@ -121,7 +121,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
         assert f"ready\nrelease: model 'm': {problem}" in page(server, "/readyz?verbose")
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert done.returncode == 1
-        assert "m: its release says what is served here, as --follow says: `tbe-export release`" in done.stderr
+        assert "m: this server follows its release (--follow): use `tbe-export release` instead" in done.stderr
         with LookupClient(server.grpc, "m", 30) as client:
             assert client.lookup({"x": [[1]]}).version == 1
         export_version(repository, 3)
@@ -197,7 +197,7 @@ def test_a_pin_goes_before_a_release_and_both_before_the_configured_version(targ
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--unload-after-s", "3"), "--unload-after-s: expected --follow with it"),
+        (("--unload-after-s", "3"), "--unload-after-s: requires --follow"),
         (("--follow", "--unload-after-s", "nan"), "--unload-after-s: expected 0 to 1000000, got nan"),
         (("--follow", "--unload-after-s", "-1"), "--unload-after-s: expected 0 to 1000000, got -1"),
     ],

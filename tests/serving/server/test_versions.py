@@ -161,7 +161,7 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
             assert client.lookup({"x": [[1]]}).version == int(asked[0])
         for wrong in ("0", "2,", "x", "1" * 5000):
             done = tbe_serve("load", "m", "--version", wrong, "--url", server.grpc)
-            assert f"--version {wrong}: expected N[,N], N a version's number" in done.stderr
+            assert f"--version {wrong}: expected version numbers N[,N]" in done.stderr
         done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"

@@ -88,7 +88,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-serve lookup": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve score": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve configure": (["repository/mixed"], [], ""),
-    "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "found none: call this on the server's machine"),
+    "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "found none: run this on the server's machine"),
     "tbe-serve status": (["127.0.0.1:1"], [], UNREACHED),
     "tbe-serve health": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve bench": (["m"], ["--url", "127.0.0.1:1", *BENCH], UNREACHED),
