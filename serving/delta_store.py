@@ -171,8 +171,8 @@ class DeltaStore(Store):
         """
         *signatures, (path, content) = files
         model, lineage, _ = path.relative_to(self.folder).parts
-        for each, signed in signatures:
-            self.write(f"{model}/{lineage}/{each.name}", signed)
+        for signature, signed in signatures:
+            self.write(f"{model}/{lineage}/{signature.name}", signed)
         name = f"{model}/{lineage}/{path.name}"
         with self._asking(name):
             try:
@@ -181,14 +181,14 @@ class DeltaStore(Store):
                 # It is ours where the answer of the first try got lost.
                 if bytes(self._obstore.get(self._store, name).bytes()) != content:
                     with suppress(self._obstore.exceptions.BaseError, OSError):  # one that stays signs nothing
-                        for each, _ in signatures:
-                            self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
+                        for signature, _ in signatures:
+                            self._obstore.delete(self._store, f"{model}/{lineage}/{signature.name}")
                     return False
         with suppress(ServerUnavailable):  # it is published. What is not here will be brought
             there = self._listed(model, lineage, int(path.name[:12]) - 1)
-            for each, found in files:
-                if each.name in there:  # else somebody has just removed it
-                    _put(each, [found], there[each.name])
+            for file, found in files:
+                if file.name in there:  # else somebody has just removed it
+                    _put(file, [found], there[file.name])
         return True
 
     def steps(self, model: str, lineage: str) -> list[Step]:
@@ -218,12 +218,12 @@ class DeltaStore(Store):
         found = {}
         with self._asking(prefix):
             last = delta_path(Path(prefix), after).as_posix()
-            for each in (each for part in self._obstore.list(self._small, prefix, offset=last) for each in part):
-                name = each["path"].rpartition("/")[2]
-                if each["path"] == f"{prefix}/{name}" and _is_behind(name, after):
-                    tag = zlib.crc32(str(each["e_tag"]).encode()) % 1_000_000
-                    seconds = int(each["last_modified"].timestamp())
-                    found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
+            for entry in (entry for part in self._obstore.list(self._small, prefix, offset=last) for entry in part):
+                name = entry["path"].rpartition("/")[2]
+                if entry["path"] == f"{prefix}/{name}" and _is_behind(name, after):
+                    tag = zlib.crc32(str(entry["e_tag"]).encode()) % 1_000_000
+                    seconds = int(entry["last_modified"].timestamp())
+                    found[name] = _Seen(entry["size"], seconds * 1_000_000 + tag)
         return found
 
     def _blocks(self, path: Path, size: int) -> Iterator[bytes]:

@@ -95,11 +95,11 @@ def _keys_twice(node: Any, place: str) -> Iterator[str]:
     if isinstance(node, _Object):
         if node.twice is not None:
             yield f"{place}.{node.twice}"
-        for key, each in node.items():
-            yield from _keys_twice(each, f"{place}.{key}")
+        for key, child in node.items():
+            yield from _keys_twice(child, f"{place}.{key}")
     elif isinstance(node, list):
-        for number, each in enumerate(node):
-            yield from _keys_twice(each, f"{place}[{number}]")
+        for number, child in enumerate(node):
+            yield from _keys_twice(child, f"{place}[{number}]")
 
 
 def is_utf8(text: str) -> bool:

@@ -43,7 +43,7 @@ _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "file": ""}
 TAKEN = "manifest.sha256"
 _OF_A_VERSION = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/({re.escape(MANIFEST)}|{re.escape(TAKEN)})")
 # A model's files beside its versions, each before its signature.
-SETTINGS = tuple(name for each in (CONFIG, WARM_UP) for name in (each, signature_of(Path(each)).name))
+SETTINGS = tuple(name for file in (CONFIG, WARM_UP) for name in (file, signature_of(Path(file)).name))
 # Bytes that are read or written at once, how many of such parts are on their way, and the most parts of an object.
 _PART_BYTES, _PARTS, _MOST_PARTS = 16 << 20, 8, 10_000
 
@@ -81,7 +81,7 @@ class Store:
         """The names of all objects, each with its ETag, which changes when the object does."""
         with self._asking(""):
             found = itertools.chain.from_iterable(self._obstore.list(self._small))
-            return {each["path"]: f"{each['e_tag']} {each['last_modified']}" for each in found}
+            return {entry["path"]: f"{entry['e_tag']} {entry['last_modified']}" for entry in found}
 
     def release(self, model: str) -> Release | None:
         """The release of a model. None: there is none. No signature is looked at.

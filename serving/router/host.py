@@ -128,7 +128,7 @@ class Channels:
         return self._channel(largest).methods(timeout_s)
 
     def _channel(self, largest: int) -> LiveChannel[Any]:
-        limit = next((each for each in _LARGEST if largest <= each), _LARGEST[-1])
+        limit = next((limit for limit in _LARGEST if largest <= limit), _LARGEST[-1])
         if limit not in self._channels:
             options = (*self._options, ("grpc.max_receive_message_length", limit))
             self._channels[limit] = LiveChannel(self._connection, self._library, _unary_stream, *options)
@@ -234,7 +234,7 @@ class Host:
             errors: of the attempts, at least one.
         """
         reasons = dict.fromkeys(map(self._reason, errors))
-        again = next((each for each in errors if each.retryable), errors[-1])
+        again = next((error for error in errors if error.retryable), errors[-1])
         kind = ServerUnavailable if again.retryable else type(again)
         return kind("; ".join(reasons))
 

@@ -76,7 +76,7 @@ class HostsConfig:
             ConfigurationError: a host of the plan has no address, an address is for no host, or a pattern matches no
                 table.
         """
-        expected = {each.host: each.model for each in manifest.hosts}
+        expected = {bundle.host: bundle.model for bundle in manifest.hosts}
         named = ", ".join(f"{host} ({model})" for host, model in expected.items())
         for host in [*expected.keys() - self.addresses.keys(), *self.addresses.keys() - expected.keys()]:
             what = "got none for" if host in expected else "got some for"

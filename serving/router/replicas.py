@@ -35,7 +35,7 @@ async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:
     """
     deadline = time.monotonic() + patience_s
     found = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
-    if wrong := [each for each in found if each is not None]:
+    if wrong := [problem for problem in found if problem is not None]:
         raise HostUnavailable("; ".join(wrong))
 
 
@@ -128,7 +128,7 @@ class HostReplicas(Strict, frozen=True):
     @property
     def up(self) -> int:
         """How many replicas can answer."""
-        return sum(each.problem is None for each in self.replicas)
+        return sum(replica.problem is None for replica in self.replicas)
 
 
 async def replicas_of(manifest: Manifest, hosts: HostsConfig) -> tuple[HostReplicas, ...]:
@@ -138,17 +138,17 @@ async def replicas_of(manifest: Manifest, hosts: HostsConfig) -> tuple[HostRepli
         manifest: a router's.
         hosts: where the hosts are. Each check takes at most `HostsConfig.timeout_s`.
     """
-    found = await asyncio.gather(*(_ask_each(manifest, each, hosts.connection(each.host)) for each in manifest.hosts))
+    found = await asyncio.gather(*(_ask_each(manifest, host, hosts.connection(host.host)) for host in manifest.hosts))
     return tuple(
-        HostReplicas(host=each.host, model=each.model, version=each.version, replicas=replicas)
-        for each, replicas in zip(manifest.hosts, found, strict=True)
+        HostReplicas(host=host.host, model=host.model, version=host.version, replicas=replicas)
+        for host, replicas in zip(manifest.hosts, found, strict=True)
     )
 
 
 async def _ask_each(manifest: Manifest, bundle: HostBundle, connection: Connection) -> tuple[Replica, ...]:
     resolved = await asyncio.gather(*(_resolved(connection, address) for address in connection.addresses))
-    replicas = [each for some in resolved for each in some]
-    return tuple(await asyncio.gather(*(_ask(manifest, bundle, each) for each in replicas)))
+    replicas = [connection for some in resolved for connection in some]
+    return tuple(await asyncio.gather(*(_ask(manifest, bundle, replica) for replica in replicas)))
 
 
 async def _ask(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Replica:
@@ -173,7 +173,7 @@ async def _resolved(connection: Connection, address: str) -> list[Connection]:
         found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return [replace(connection, addresses=[address])]  # gRPC's error says why it cannot be resolved
-    ips = dict.fromkeys(str(each[4][0]) for each in found)
+    ips = dict.fromkeys(str(info[4][0]) for info in found)
     return [
         replace(
             connection,

@@ -97,7 +97,7 @@ class RouterRanks:
         with torchscript():
             self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
         self._segments = segments_by_rank(manifest)
-        by_host = {each.host: each for each in manifest.hosts}
+        by_host = {bundle.host: bundle for bundle in manifest.hosts}
         self._ranks = {number: by_host[host] for host, number in manifest.plan.rank_of_host.items()}
         self._is_weighted = [takes_weights(manifest, segments) for segments in self._segments]
         self._on_shard_failure = {table.name: hosts.on_shard_failure_of(table.name) for table in manifest.tables}
@@ -122,8 +122,8 @@ class RouterRanks:
 
     async def _connect(self, patience_s: float | None) -> None:
         self._hosts = {
-            rank: host_of(self._manifest, each, self._config.connection(each.host))
-            for rank, each in self._ranks.items()
+            rank: host_of(self._manifest, bundle, self._config.connection(bundle.host))
+            for rank, bundle in self._ranks.items()
         }
         if patience_s is not None:
             await check_all(self._hosts, patience_s)
@@ -175,8 +175,8 @@ class RouterRanks:
         if TRACE.get() is not None:  # somebody wants to know
             self.host_times = [
                 HostTime(self._ranks[rank].host, call.started, call.ended)
-                for each in calls
-                for rank, call in each.items()
+                for batch_calls in calls
+                for rank, call in batch_calls.items()
             ]
         return answers
 
@@ -189,12 +189,12 @@ class RouterRanks:
             rank: PartialRequest(
                 rows=rows.numpy(),
                 lengths=lengths.int().numpy().ravel(),
-                weights=each.numpy() if each is not None and self._is_weighted[rank] else None,
+                weights=rank_weights.numpy() if rank_weights is not None and self._is_weighted[rank] else None,
                 segments=asked[rank].names,
                 samples=lengths.size(1),
                 columns=asked[rank].columns,
             )
-            for rank, (rows, lengths, each) in enumerate(by_rank)
+            for rank, (rows, lengths, rank_weights) in enumerate(by_rank)
             if rank != _OWN and rows.size(0)
         }
         return Split(offsets, features, by_rank, asked, to_send)
@@ -239,14 +239,15 @@ class RouterRanks:
         losses: dict[int, list[LostHost]] = {}
         zeroed: dict[int, frozenset[str]] = {}
         for rank, error in lost.items():
+            features = split.asked[rank].features
             ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))
-            ends = np.take_along_axis(ends, np.array([bounds[each] for each in split.asked[rank].features]), axis=1)
+            ends = np.take_along_axis(ends, np.array([bounds[feature] for feature in features]), axis=1)
             needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
                 here = np.flatnonzero(needed[:, request])
                 tables = frozenset(split.asked[rank].tables[segment] for segment in here)
                 if refused := frozenset(
-                    each for each in tables if self._on_shard_failure[each] is OnShardFailure.ERROR
+                    table for table in tables if self._on_shard_failure[table] is OnShardFailure.ERROR
                 ):
                     losses.setdefault(request, []).append(LostHost(error, refused))
                 zeroed[request] = zeroed.get(request, frozenset()) | tables
@@ -254,13 +255,13 @@ class RouterRanks:
 
 
 def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:
-    here = [each for each in segments if features is None or each.feature in features]
-    names = None if len(here) == len(segments) else ",".join(each.name for each in here)
+    here = [segment for segment in segments if features is None or segment.feature in features]
+    names = None if len(here) == len(segments) else ",".join(segment.name for segment in here)
     return _Asked(
         names,
-        [each.feature for each in here],
-        [each.shard.table for each in here],
-        sum(each.shard.width for each in here),
+        [segment.feature for segment in here],
+        [segment.shard.table for segment in here],
+        sum(segment.shard.width for segment in here),
     )
 
 

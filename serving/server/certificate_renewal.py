@@ -69,7 +69,7 @@ class CertificateRenewal:
     @property
     def processes(self) -> list[int]:
         """Those that may have connections of clients: the present one, and that before it."""
-        return [each.process.pid for each in (self._server, self._before) if each is not None]
+        return [server.process.pid for server in (self._server, self._before) if server is not None]
 
     def end(self) -> None:
         """End the processes beside the present one. That before it answers what it has."""

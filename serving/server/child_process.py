@@ -70,7 +70,7 @@ def malloc_environment(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
         libraries: folders that may have it.
     """
     every = (Path(folder, name) for folder in libraries for name in _TCMALLOC_NAMES)
-    found = next((each for each in every if each.exists()), None)
+    found = next((path for path in every if path.exists()), None)
     return GLIBC if found is None else _TCMALLOC | {"LD_PRELOAD": str(found)}
 
 
@@ -136,7 +136,7 @@ def signals_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
     for number in came:
         signal.raise_signal(number)

@@ -70,12 +70,12 @@ class AppliedDeltas(NamedTuple):
 
 
 _METRICS: tuple[tuple[str, str, str, Callable[[AppliedDeltas], float]], ...] = (
-    ("tbe_delta_sequence", "gauge", "Number of the newest delta that is applied", lambda each: each.sequence),
-    ("tbe_delta_newest", "gauge", "Number of the newest delta that is there", lambda each: each.newest),
-    ("tbe_delta_lag_seconds", "gauge", "Age of the oldest delta that is not applied", lambda each: each.lag_s),
-    ("tbe_delta_rows_total", "counter", "Rows that deltas changed", lambda each: each.rows),
-    ("tbe_delta_refused_total", "counter", "Deltas that were refused", lambda each: each.refused),
-    ("tbe_delta_stopped", "gauge", "Whether no further delta is applied: 1 or 0", lambda each: bool(each.stopped)),
+    ("tbe_delta_sequence", "gauge", "Number of the newest delta that is applied", lambda copy: copy.sequence),
+    ("tbe_delta_newest", "gauge", "Number of the newest delta that is there", lambda copy: copy.newest),
+    ("tbe_delta_lag_seconds", "gauge", "Age of the oldest delta that is not applied", lambda copy: copy.lag_s),
+    ("tbe_delta_rows_total", "counter", "Rows that deltas changed", lambda copy: copy.rows),
+    ("tbe_delta_refused_total", "counter", "Deltas that were refused", lambda copy: copy.refused),
+    ("tbe_delta_stopped", "gauge", "Whether no further delta is applied: 1 or 0", lambda copy: bool(copy.stopped)),
 )
 
 
@@ -186,9 +186,9 @@ class DeltaService:
             ServingError: the first of the problems, when all lineages have had their turn.
         """
         at: dict[Path, int] = {}
-        for each in self.applied:
-            folder = Path(each.about.deltas)
-            at[folder] = min(each.sequence, at.get(folder, each.sequence))
+        for copy in self.applied:
+            folder = Path(copy.about.deltas)
+            at[folder] = min(copy.sequence, at.get(folder, copy.sequence))
         is_asked, problems = False, []
         for model in models:
             try:
@@ -253,17 +253,17 @@ class DeltaService:
             if found:
                 lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n")
             lines += [
-                f'{name}{{model="{each.about.model}",version="{each.about.version}"}} {value_of(each):.15g}\n'
-                for each in found
+                f'{name}{{model="{copy.about.model}",version="{copy.about.version}"}} {value_of(copy):.15g}\n'
+                for copy in found
             ]
         return "".join(lines).encode()
 
     def stopped_lines(self) -> list[str]:
         """A line for each copy to which no further delta is applied."""
         return [
-            f"{each.about.model} {each.about.version}: deltas are applied up to {each.sequence}: {each.stopped}"
-            for each in self.applied
-            if each.stopped
+            f"{copy.about.model} {copy.about.version}: deltas are applied up to {copy.sequence}: {copy.stopped}"
+            for copy in self.applied
+            if copy.stopped
         ]
 
     def _keep(self) -> None:
@@ -302,19 +302,19 @@ class DeltaService:
 
     def _say_changes(self) -> None:
         """Say which copies stopped, and which go on, once; and at times up to which delta each is."""
-        for each in self.applied:
-            about = each.about
+        for copy in self.applied:
+            about = copy.about
             key = about.model, about.version
-            where = f"{' '.join(key)}: deltas are applied up to {each.sequence}"
+            where = f"{' '.join(key)}: deltas are applied up to {copy.sequence}"
             fields = {"model": key[0], "version": int(key[1]), "lineage": Path(about.deltas).name}
-            fields |= {"sequence": each.sequence, "sha256": each.sha256 or None}
-            if each.stopped != self._said.get(key, ""):
-                self._said[key] = each.stopped
-                if each.stopped:
-                    self._log.error("%s: %s", where, each.stopped, extra={"event": "deltas_stopped", **fields})
+            fields |= {"sequence": copy.sequence, "sha256": copy.sha256 or None}
+            if copy.stopped != self._said.get(key, ""):
+                self._said[key] = copy.stopped
+                if copy.stopped:
+                    self._log.error("%s: %s", where, copy.stopped, extra={"event": "deltas_stopped", **fields})
                 else:
                     self._log.info("%s: they go on", where, extra={"event": "deltas_go_on", **fields})
             at, next_at = self._said_applied.get(key, (None, 0.0))
-            if each.sequence != at and time.monotonic() >= next_at:
-                self._said_applied[key] = each.sequence, time.monotonic() + _SAYS_S
+            if copy.sequence != at and time.monotonic() >= next_at:
+                self._said_applied[key] = copy.sequence, time.monotonic() + _SAYS_S
                 self._log.info("%s", where, extra={"event": "deltas_applied", **fields})

@@ -39,8 +39,8 @@ class HangCheck:
         self._version = version
         self.overdue_s = PERIOD_S + _PATIENCE_S + 2 * _shard_timeout_s(config)
         self.request = {
-            "inputs": [_empty(each) for each in config["input"] if not each.get("optional")],
-            "outputs": [{"name": each["name"]} for each in config["output"] if each["name"] in LOOKED_UP],
+            "inputs": [_empty(tensor) for tensor in config["input"] if not tensor.get("optional")],
+            "outputs": [{"name": tensor["name"]} for tensor in config["output"] if tensor["name"] in LOOKED_UP],
         }
         self._progress: object = None
         self._since = time.monotonic()
@@ -79,6 +79,6 @@ def _empty(tensor: Any) -> dict[str, Any]:
 
 def _shard_timeout_s(config: Any) -> float:
     """How long a router waits for a host, in seconds. 0: the model is no router."""
-    parameters = {name: each.get("string_value", "") for name, each in config["parameters"].items()}
+    parameters = {name: parameter.get("string_value", "") for name, parameter in config["parameters"].items()}
     settings = parsed(parameters)
     return hosts_of(ServingSettings(**settings)).timeout_s if settings.get("hosts") else 0.0

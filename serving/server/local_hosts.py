@@ -150,14 +150,15 @@ def _trust_in(trust: Trust | None, models: Sequence[str]) -> Trust | None:
     """What a server has to know that has some of the models."""
     if trust is None:
         return None
-    return replace(trust, min_versions={each: n for each, n in trust.min_versions.items() if each in ("*", *models)})
+    floors = {model: floor for model, floor in trust.min_versions.items() if model in ("*", *models)}
+    return replace(trust, min_versions=floors)
 
 
 def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Placement:
     models = find_models(repository)
     check_pins(repository, models, pins)
     bundles = {model: _bundles(repository / model, pins.get(model, ()), keys) for model in models}
-    routers = [model for model, found in bundles.items() if any(each.manifest.hosts for each in found)]
+    routers = [model for model, found in bundles.items() if any(bundle.manifest.hosts for bundle in found)]
     if len(routers) != 1:
         found = "none" if not routers else f"{', '.join(routers)}: give each a repository of its own"
         raise ConfigurationError(
@@ -167,7 +168,7 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
     (router,) = routers
     return _Placement(
         router,
-        tuple(each for each in models if each != router and not is_host_model(each, router)),
+        tuple(other for other in models if other != router and not is_host_model(other, router)),
         _hosts(bundles[router], keys),
     )
 
@@ -233,20 +234,20 @@ class FleetSupervisor:
         """
         with ThreadPoolExecutor(1 + len(self._hosts)) as pool:
             router = pool.submit(self._router.wait)
-            hosts = [pool.submit(each.wait) for each in self._hosts]
+            hosts = [pool.submit(supervisor.wait) for supervisor in self._hosts]
             while self._number is None and not wait([router, *hosts], 0, FIRST_COMPLETED).done:
                 time.sleep(_PERIOD_S)
             self._stop([self._router], [router])
             self._stop(self._hosts, hosts)
-        return next((code for code in (each.result() for each in (router, *hosts)) if code), 0)
+        return next((code for code in (future.result() for future in (router, *hosts)) if code), 0)
 
     def _stop(self, supervisors: Sequence[Supervisor], running: Sequence["Future[int]"]) -> None:
         """Stop those that run, and wait until they have ended."""
         told = 0
-        while not all(each.done() for each in running):
+        while not all(future.done() for future in running):
             if told < 1 + self._at_once:
                 told += 1
-                for supervisor, each in zip(supervisors, running, strict=True):
-                    if not each.done():
+                for supervisor, future in zip(supervisors, running, strict=True):
+                    if not future.done():
                         supervisor.stop(signal.SIGTERM if self._number is None else self._number)
             wait(running, _PERIOD_S)

@@ -160,7 +160,7 @@ class ModelWatcher:
         """Log which models serve other versions than before: by `tbe-serve load`, a release, or recovery."""
         now = self._served.versions
         for model in sorted(before.keys() | now.keys()):
-            old, new = (", ".join(map(str, each.get(model, ()))) or "none" for each in (before, now))
+            old, new = (", ".join(map(str, versions.get(model, ()))) or "none" for versions in (before, now))
             if old != new:
                 self._log.info(
                     "model %r: serves version %s, before %s",
@@ -210,7 +210,7 @@ class ModelWatcher:
         for model, config in self._served.configs.items():
             for version in self._served.versions[model] if OURS in config["parameters"] else ():
                 check = self._hang_checks.setdefault((model, version), HangCheck(model, version, config))
-                reads = sum(each.page_reads() for each in stubs if (each.model, each.version) == (model, version))
+                reads = sum(stub.page_reads() for stub in stubs if (stub.model, stub.version) == (model, version))
                 patient = replace(control, timeout_s=check.overdue_s)
                 if check.is_overdue((answered.get((model, version)), reads), patient):
                     hung[model] = f"it answered nobody for {check.overdue_s:g} s"

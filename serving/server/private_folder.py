@@ -81,7 +81,7 @@ class PrivateFolder(Strict, frozen=True):
         """Variables for the server's processes: the keys, and PYTHONPATH without folders of the source repository."""
         source = Path(self.source).resolve()
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = [each for each in searched if each and not Path(each).resolve().is_relative_to(source)]
+        kept = [folder for folder in searched if folder and not Path(folder).resolve().is_relative_to(source)]
         return {TRUSTED_KEYS: self.keys, "PYTHONPATH": os.pathsep.join(kept)}
 
     @contextmanager

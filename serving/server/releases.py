@@ -116,9 +116,9 @@ class ReleaseFollower:
 
     def _run(self) -> None:
         while not self._ended.wait(_PERIOD_S):
-            for each in self._followed:
-                each.follow(self._server)
-                self._server.health.release_problems[each.model] = each.problem
+            for followed in self._followed:
+                followed.follow(self._server)
+                self._server.health.release_problems[followed.model] = followed.problem
 
     def _tell(self, level: int, event: str, model: str, line: str, release: Release | None = None) -> None:
         if not self._ended.is_set():  # a server that stops loads nothing
@@ -186,7 +186,7 @@ class _Followed:
         before = control.ready(self._file.model)
         if not before:
             return  # its process died. It is being loaded again as it was
-        older = [each for each in before if each < max(release.versions) and each not in release.versions]
+        older = [version for version in before if version < max(release.versions) and version not in release.versions]
         switch(
             control,
             self._file.model,

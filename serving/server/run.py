@@ -183,7 +183,7 @@ def _certificates(access: Access, repository: Path, models: Sequence[str]) -> It
         if OURS in config.parameters:
             settings = settings_of(config)
             found = settings.hosts_root_certificates, settings.hosts_certificate_chain, settings.hosts_private_key
-            yield from (Path(each) for each in found if each is not None)
+            yield from (Path(path) for path in found if path is not None)
 
 
 def _run_file(server: Server, repository: Path, pins: Pins, hosts: Mapping[str, Mapping[str, str]]) -> RunFile:

@@ -179,9 +179,9 @@ def find_run_file(grpc: str) -> RunFile | None:
         for run in _living()
         if (_port_of(run.grpc), run.network) == (_port_of(grpc), network)
     }
-    for each in (LOOPBACK if host == "localhost" else host, EVERYWHERE):
-        if each in found:
-            return found[each]
+    for address in (LOOPBACK if host == "localhost" else host, EVERYWHERE):
+        if address in found:
+            return found[address]
     elsewhere = [run for host, run in found.items() if not is_loopback(host)]
     return elsewhere[0] if len(elsewhere) == 1 else None
 

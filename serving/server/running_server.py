@@ -56,12 +56,12 @@ class Served:
 
     def update(self, index: tuple[VersionState, ...], control: Control) -> None:
         """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
-        for model in {each.model for each in index}:
-            states = [each for each in index if each.model == model]
-            if any(each.state == "READY" for each in states):
+        for model in {entry.model for entry in index}:
+            states = [entry for entry in index if entry.model == model]
+            if any(state.state == "READY" for state in states):
                 self.configs[model] = control.config(model)
                 self.versions[model] = _serving(states, self.versions.get(model, ()))
-            elif all(each.reason == UNLOADED for each in states):
+            elif all(state.reason == UNLOADED for state in states):
                 self.configs.pop(model, None)
                 self.versions.pop(model, None)
 
@@ -143,7 +143,7 @@ class Server:
 
         Call this from a thread that outlives the process: the kernel ends it when the thread that started it ends.
         """
-        at_unix = [each for each in (self.control_address, self.metrics_address) if each.startswith(UNIX)]
+        at_unix = [address for address in (self.control_address, self.metrics_address) if address.startswith(UNIX)]
         for address in at_unix:
             Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
         own = [*metrics_options(self.metrics_address), *region_options(self.regions)]
@@ -157,7 +157,7 @@ class Server:
     def digest(self) -> bytes:
         """The SHA-256 of `certificates` as they are now. Nothing, if one of them cannot be read."""
         try:
-            digests = [hashlib.sha256(each.read_bytes()).digest() for each in self.certificates]
+            digests = [hashlib.sha256(certificate.read_bytes()).digest() for certificate in self.certificates]
         except OSError:
             return b""
         return hashlib.sha256(b"".join(digests)).digest()
@@ -170,8 +170,8 @@ class Server:
         """
         if self.health.tls is not None:
             replace(self.health.tls)  # a pair that fits
-        for each in self.certificates:
-            expect_usable(each)
+        for certificate in self.certificates:
+            expect_usable(certificate)
 
     def restart(self, options: Sequence[str] = ()) -> None:
         """Replace a process that has ended. The new one has the same addresses and key. Arguments: as `start`."""
@@ -249,8 +249,8 @@ class Server:
 def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
     """The versions that serve, and those of `before` whose process died: newer Triton releases report these."""
     return tuple(
-        each.version
-        for each in states
-        if each.state == "READY"
-        or (each.version in before and each.state == _UNAVAILABLE and each.reason != UNLOADED)
+        state.version
+        for state in states
+        if state.state == "READY"
+        or (state.version in before and state.state == _UNAVAILABLE and state.reason != UNLOADED)
     )

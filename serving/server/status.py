@@ -162,14 +162,14 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
         ServingError: it does not answer.
     """
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
-    index = [each for each in control.index() if each.reason != UNLOADED]
+    index = [entry for entry in control.index() if entry.reason != UNLOADED]
     stubs = list(living_stubs(run.process))
     return Status(
         address=run.grpc,
         triton=control.server_version(),
         process=run.process,
         memory=process_memory(run.process),
-        models=tuple(_model(name, index, stubs, run, control) for name in sorted({each.model for each in index})),
+        models=tuple(_model(name, index, stubs, run, control) for name in sorted({entry.model for entry in index})),
         recoveries=run.recoveries,
         last_recovery=run.last_recovery,
         drains_until=run.drains_until,
@@ -179,14 +179,14 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
 def _model(
     name: str, index: Iterable[VersionState], stubs: Sequence[Stub], run: RunFile, control: Control
 ) -> ModelStatus:
-    states = sorted((each for each in index if each.model == name), key=lambda each: each.version)
-    ready = {each.version for each in states if each.state == "READY"}
+    states = sorted((entry for entry in index if entry.model == name), key=lambda entry: entry.version)
+    ready = {state.version for state in states if state.state == "READY"}
     config = control.config(name) if ready else None
     settings = None if config is None else settings_of(of_json(config))
     return ModelStatus(
         name=name,
         chosen_by=_chosen_by(name, ready, config, run),
-        versions=tuple(_version(each, stubs, settings) for each in states),
+        versions=tuple(_version(state, stubs, settings) for state in states),
         settings={} if settings is None else _shown(settings),
     )
 
@@ -209,7 +209,7 @@ def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettin
     weights = sorted(own[0].bundle.glob(WEIGHTS_FILES)) if own else []
     size = sum(map(_size_bytes, weights))
     found = [cached(path) for path in weights]
-    there = None if None in found else sum(each.size for each in found if each is not None)
+    there = None if None in found else sum(pages.size for pages in found if pages is not None)
     return VersionStatus(
         version=state.version,
         state=state.state,

@@ -37,7 +37,7 @@ class Restarts:
             has_served: whether the server that died had loaded its models.
         """
         now = time.monotonic()
-        self._times = [each for each in self._times if now - each < WITHIN_S]
+        self._times = [started for started in self._times if now - started < WITHIN_S]
         if len(self._times) >= MOST:
             return None
         self._times.append(now)

@@ -58,12 +58,12 @@ class ServerTls:
         from cryptography import x509  # clients have none
 
         chain = x509.load_pem_x509_certificates(self.certificate.read_bytes())
-        return min(each.not_valid_after_utc.timestamp() for each in chain)
+        return min(certificate.not_valid_after_utc.timestamp() for certificate in chain)
 
     @property
     def files(self) -> list[Path]:
         """All of them."""
-        return [each for each in (self.certificate, self.private_key, self.client_root) if each is not None]
+        return [path for path in (self.certificate, self.private_key, self.client_root) if path is not None]
 
     @property
     def options(self) -> list[str]:
@@ -89,10 +89,14 @@ def expect_usable(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: expected certificates or a key in PEM: {error}") from error
     now = datetime.now(UTC)
-    late = [each for each in found if not each.not_valid_before_utc <= now < each.not_valid_after_utc]
+    late = [
+        certificate
+        for certificate in found
+        if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
+    ]
     if late and (len(late) == len(found) or not _is_authority(found[0])):
         since, until = (
-            f"{each:%Y-%m-%d %H:%M}" for each in (late[0].not_valid_before_utc, late[0].not_valid_after_utc)
+            f"{moment:%Y-%m-%d %H:%M}" for moment in (late[0].not_valid_before_utc, late[0].not_valid_after_utc)
         )
         raise ConfigurationError(f"{path}: is not valid now: a certificate is from {since} to {until} UTC")
 
