@@ -101,7 +101,7 @@ def _wrong(packages: Mapping[str, str]) -> Iterator[str]:
     """What does not agree, most important first."""
     stack = stack_of(packages)
     if stack is None:
-        known = " or ".join(_minor(each.torch) for each in STACKS)
+        known = " or ".join(_minor(known_stack.torch) for known_stack in STACKS)
         yield f"torch: expected {known}, found {packages.get('torch', 'none')}"
         return
     beside = f" beside torch {_minor(stack.torch)}"
@@ -122,7 +122,7 @@ def _has(packages: Mapping[str, str], name: str, release: str) -> bool:
 
 
 def _minor(release: str) -> str:
-    """ "2.13" of "2.13.0"."""
+    """The minor version of a release: "2.13" for "2.13.0"."""
     return release.rpartition(".")[0]
 
 
