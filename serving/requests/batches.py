@@ -6,7 +6,7 @@ single request. `serving.requests.merge` makes them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -120,20 +120,21 @@ class PooledBatch(Batch):
             answers.append(answer)
         return answers
 
-    def outputs(self, member: Member, embeddings: Embeddings) -> dict[str, Embeddings]:
+    def outputs(self, member: Member, embeddings: Embeddings, requested: Collection[str]) -> dict[str, Embeddings]:
         """The outputs of one request: `embeddings` [B, D_1] and, for shared features, `once` [1, D_2].
 
         Args:
             member: what the request has in this batch.
             embeddings: its part of the answer, [bag_count, D_1 + D_2].
+            requested: the outputs that the request asks for.
         """
         if member.shared is None:
-            return {EMBEDDINGS: embeddings}
+            return {EMBEDDINGS: embeddings} if EMBEDDINGS in requested else {}
         is_shared = np.repeat(member.shared, member.feature_set.dims)
         outputs = {}
-        if not member.shared.all():
+        if EMBEDDINGS in requested and not member.shared.all():
             outputs[EMBEDDINGS] = embeddings[: member.samples, ~is_shared]
-        if member.shared.any():
+        if SHARED in requested and member.shared.any():
             outputs[SHARED] = embeddings[:1, is_shared]
         return outputs
 
@@ -157,7 +158,12 @@ class PooledBatch(Batch):
 class SharedBatch(PooledBatch):
     """R requests with one bag of each feature, which is shared by all samples of the request."""
 
-    def outputs(self, member: Member, embeddings: Embeddings) -> dict[str, Embeddings]:  # noqa: ARG002
+    def outputs(
+        self,
+        member: Member,  # noqa: ARG002
+        embeddings: Embeddings,
+        requested: Collection[str],  # noqa: ARG002
+    ) -> dict[str, Embeddings]:
         """The outputs of one request: `once` [1, D_r]."""
         return {SHARED: embeddings}
 
@@ -245,12 +251,10 @@ def unmerge(validated: ValidatedRequests, batches: Sequence[Batch], answers: Seq
     for batch, answer in zip(batches, answers, strict=True):
         if not isinstance(batch, PooledBatch):
             continue
-        for number, (member, embeddings) in enumerate(zip(batch.members, batch.unmerge(answer), strict=True)):
+        parts = zip(outputs, validated.requests, batch.members, batch.unmerge(answer), strict=True)
+        for outputs_of_request, request, member, embeddings in parts:
             if member.feature_set.names:
-                requested = validated.requests[number].outputs
-                for name, array in batch.outputs(member, embeddings).items():
-                    if name in requested:
-                        outputs[number][name] = array
+                outputs_of_request |= batch.outputs(member, embeddings, request.outputs)
     if len(batches) == 1 and isinstance(batches[0], PooledBatch):
         return outputs  # type: ignore[return-value]
     with_sequences = [
