@@ -132,5 +132,5 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         export_model(even(), tmp_path, "m", EXACT, dense=Own())
     with pytest.raises(ModelError, match=r"Wrong: expected a forward of embeddings by feature .*'none'"):
         export_model(even(), tmp_path, "m", EXACT, dense=Wrong())
-    with pytest.raises(ConfigurationError, match=r"dense: expected scores beside it"):
+    with pytest.raises(ConfigurationError, match=r"dense: expected scores with it"):
         export_model(even(), tmp_path, "m", dense=Alone())

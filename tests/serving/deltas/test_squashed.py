@@ -307,7 +307,7 @@ def test_what_cannot_be_squashed_is_named(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository = bundle.parent.parent
     for count in (0, 1):
-        with pytest.raises(PublishError, match=f"expected two deltas or more behind 0, found {count}"):
+        with pytest.raises(PublishError, match=f"expected two deltas or more after 0, found {count}"):
             squash(repository, "m")
         publish_number(bundle, 1, [count], DIM)
     with pytest.raises(ConfigurationError, match=r"until: expected a delta of .*, 2 to 2, got 3"):
