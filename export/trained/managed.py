@@ -23,9 +23,13 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+
+from serving.lookup.program import torchscript
+
+with torchscript():  # TorchRec compiles a function of this module when it is imported
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 _EMBEDDING_BAGS = "_embedding_bag_collection"
 _EMBEDDINGS = "_embedding_module"

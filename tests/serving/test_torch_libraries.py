@@ -53,3 +53,14 @@ def test_a_program_that_loads_fbgemm_first_is_warned_once_if_its_kernels_are_slo
 def test_an_environment_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     share_cpuinfo()
+
+
+def test_no_import_of_ours_warns_that_torchscript_is_deprecated() -> None:
+    """With torch 2.14 that is a FutureWarning, which Python shows to everyone."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::FutureWarning", "-c", "import serving.engine, export.pipeline"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
