@@ -54,10 +54,14 @@ class BranchLog:
 
 
 @contextmanager
-def record_branches(log: BranchLog) -> Iterator[BranchLog]:
+def record_branches(log: BranchLog, flipped: Collection[int] = ()) -> Iterator[BranchLog]:
     """In the block, record what torch.export decides about sizes, and how the model's code branches on them.
 
     Checks, which only raise an error, are no branches.
+
+    Args:
+        log: gets the decisions.
+        flipped: the indices of branches that take their other side.
     """
     log_guard = ShapeEnv._log_guard
     index: Callable[[Any], Any] = torch.SymInt.__index__
@@ -73,9 +77,10 @@ def record_branches(log: BranchLog) -> Iterator[BranchLog]:
                 return bool(is_true(value))
             comparison = condition.node.expr  # before the outcome is known, which would replace it
             holds = bool(is_true(value))
-            if asking_check() is None:
-                log.branches.append(Branch(comparison, holds, current_line()))
-            return holds
+            if asking_check() is not None:
+                return holds
+            log.branches.append(Branch(comparison, holds, current_line()))
+            return holds != (len(log.branches) - 1 in flipped)
 
         return to_bool
 
@@ -117,22 +122,23 @@ def guard_on_ids(samples: Any, sizes: Collection[Any], guards: Sequence[tuple[An
     return None
 
 
-def branch_on_one_sample(samples: Any, branches: Sequence[Branch]) -> Branch | None:
-    """The first branch that takes the other side for one sample, or None. The graph is for two samples and more.
+def branches_on_one_sample(samples: Any, branches: Sequence[Branch]) -> list[int]:
+    """The indices of branches that take the other side for one sample. The graph is for two samples and more.
 
     Args:
         samples: the node of the number of samples.
         branches: of the model's code.
     """
-    for branch in branches:
+    indices = []
+    for index, branch in enumerate(branches):
         for_one = samples.shape_env.replace(branch.comparison).xreplace({samples.expr: 1})
         if for_one in (True, False) and bool(for_one) != branch.holds:
-            return branch
-    return None
+            indices.append(index)
+    return indices
 
 
-def branch_on_ids(samples: Any, branches: Sequence[Branch], multiples: Mapping[Any, Any]) -> Branch | None:
-    """The first branch whose side depends on the number of ids, or None.
+def branches_on_ids(samples: Any, branches: Sequence[Branch], multiples: Mapping[Any, Any]) -> list[int]:
+    """The indices of branches whose side depends on the number of ids.
 
     A branch for no id at all does not count: it is one case, which the export tries.
 
@@ -141,7 +147,8 @@ def branch_on_ids(samples: Any, branches: Sequence[Branch], multiples: Mapping[A
         branches: of the model's code.
         multiples: sizes that are a multiple of the number of samples in every request: symbol → multiple.
     """
-    for branch in branches:
+    indices = []
+    for index, branch in enumerate(branches):
         comparison = branch.comparison.xreplace(dict(multiples))
         symbols = comparison.free_symbols
         if symbols <= samples.expr.free_symbols:
@@ -149,5 +156,5 @@ def branch_on_ids(samples: Any, branches: Sequence[Branch], multiples: Mapping[A
         positive = {symbol: sympy.Symbol(f"{symbol}_", integer=True, nonnegative=True) + 1 for symbol in symbols}
         outcome = comparison.xreplace(positive)
         if outcome not in (True, False) or bool(outcome) != branch.holds:
-            return branch
-    return None
+            indices.append(index)
+    return indices

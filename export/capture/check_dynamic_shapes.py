@@ -1,12 +1,13 @@
 """Whether a graph of torch.export holds for any number of samples and ids: it has one side of each branch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from export.capture.branch_log import BranchLog, branch_on_ids, branch_on_one_sample, guard_on_ids, symbols_of
+from export.capture.branch_log import BranchLog, branches_on_ids, branches_on_one_sample, guard_on_ids, symbols_of
+from export.capture.graph_nodes import attribute_of
 from export.capture.row_counts import Input
 from export.errors import ModelError
 from export.trained.source_location import line_of
@@ -22,8 +23,11 @@ def expect_any_number(
     inputs: Sequence[Input],
     dims: Sequence[Mapping[int, Any]],
     log: BranchLog,
+    trace_flipped: Callable[[Collection[int]], fx.GraphModule | None],
 ) -> None:
     """Refuse a forward that does something else for other numbers of samples or ids.
+
+    A branch whose other side has the same graph, such as a line of a log, changes no answer.
 
     Args:
         model: for messages.
@@ -31,10 +35,17 @@ def expect_any_number(
         inputs: the inputs of the graph.
         dims: the dynamic dimensions of each input.
         log: what torch.export decided.
+        trace_flipped: the graph with the other side of the branches with some indices; None if that side only
+            raises an error.
 
     Raises:
         ModelError: naming the line.
     """
+
+    def is_same(branches: Collection[int]) -> bool:
+        other = trace_flipped(branches)
+        return other is None or _are_same(module, other)
+
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     _expect_any_size(model, nodes, inputs, log)
     samples = nodes[0].meta["val"].shape[0].node
@@ -42,13 +53,25 @@ def expect_any_number(
     if guard := guard_on_ids(samples, symbols, log.guards):
         raise _differs_by_ids(model, f"{guard[1]}: {guard[0]}")
     _expect_operators(model, module, samples.expr.free_symbols)
-    if branch := branch_on_one_sample(samples, log.branches):
+    of_one = branches_on_one_sample(samples, log.branches)
+    if of_one and not is_same(of_one):
         raise ModelError(
-            f"{type(model).__name__}: what its forward does hangs on whether there is one sample{branch.line}: "
-            "expected the same steps for any number of samples: requests are merged"
+            f"{type(model).__name__}: what its forward does hangs on whether there is one "
+            f"sample{log.branches[of_one[0]].line}: expected the same steps for any number of samples: requests are "
+            "merged"
         )
-    if branch := branch_on_ids(samples, log.branches, _multiples(nodes, dims, samples)):
-        raise _differs_by_ids(model, branch.line)
+    for index in branches_on_ids(samples, log.branches, _multiples(nodes, dims, samples)):
+        if not is_same([index]):
+            raise _differs_by_ids(model, log.branches[index].line)
+
+
+def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two graphs have the same steps, and the same tensors in them."""
+    if one.code != other.code:
+        return False
+    targets = [str(node.target) for node in one.graph.nodes if node.op == "get_attr"]
+    pairs = ((attribute_of(one, target), attribute_of(other, target)) for target in targets)
+    return all(a is b or (isinstance(a, Tensor) and torch.equal(a, b)) for a, b in pairs)
 
 
 def _expect_any_size(model: nn.Module, nodes: Sequence[fx.Node], inputs: Sequence[Input], log: BranchLog) -> None:

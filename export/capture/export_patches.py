@@ -8,7 +8,7 @@ import ast
 import builtins
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -29,8 +29,11 @@ from export.trained.source_location import current_line, is_user_code
 
 
 @contextmanager
-def traceable(model: nn.Module, checks: Checks) -> Iterator[BranchLog]:
-    """In the block, torch.export can trace `model`, its `checks` pass, and decisions of the trace are recorded."""
+def traceable(model: nn.Module, checks: Checks, flipped: Collection[int] = ()) -> Iterator[BranchLog]:
+    """In the block, torch.export can trace `model`, its `checks` pass, and decisions of the trace are recorded.
+
+    The branches with the indices `flipped` take their other side.
+    """
     log = BranchLog()
     with ExitStack() as stack:
         for context in (
@@ -43,7 +46,7 @@ def traceable(model: nn.Module, checks: Checks) -> Iterator[BranchLog]:
             _unsynced_kjts(),
             _symbolic_len_and_int(model),
             _TraceableFunctions(log, PassedChecks(checks)),
-            record_branches(log),
+            record_branches(log, flipped),
         ):
             stack.enter_context(context)
         yield log

@@ -5,7 +5,7 @@ any other KJT the graph shows that its ids are those of the example in another o
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from export.capture.output_names import named_outputs
 from export.capture.outside_reads import expect_no_clocks
 from export.capture.row_counts import Input
 from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
+from export.capture.value_checks import failed_check
 from export.errors import ModelError, first_line
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.source_location import current_line, line_of_error
@@ -95,12 +96,12 @@ def trace_model(
     expect_no_clocks(model, signature.clocks)
     wrapper = _TensorArguments(model, collections, signature, list(inputs))
     dims = _dims(wrapper, {**counts, **signature.fixed})
-    module, log = _trace(wrapper, tuple(inputs.values()), dims)
-    expect_any_number(model, module, wrapper.inputs, dims, log)
+    arguments = tuple(inputs.values())
+    module, log = _trace(wrapper, arguments, dims)
     names = [*signature.numbers]
     counted = answers_of(module.graph)[-len(names) :] if names else []
     recorded = wrapper.recorded
-    return TracedModel(
+    traced = TracedModel(
         module,
         wrapper.inputs,
         recorded.outputs,
@@ -109,12 +110,26 @@ def trace_model(
         dict(zip(names, counted, strict=True)),
     )
 
+    def trace_flipped(branches: Collection[int]) -> fx.GraphModule | None:
+        try:
+            return _trace(wrapper, arguments, dims, branches)[0]
+        except ModelError as error:
+            if failed_check(error.__cause__):
+                return None
+            raise
+
+    expect_any_number(model, module, wrapper.inputs, dims, log, trace_flipped)
+    return traced
+
 
 def _trace(
-    wrapper: "_TensorArguments", arguments: tuple[Tensor, ...], dims: tuple[dict[int, Any], ...]
+    wrapper: "_TensorArguments",
+    arguments: tuple[Tensor, ...],
+    dims: tuple[dict[int, Any], ...],
+    flipped: Collection[int] = (),
 ) -> tuple[fx.GraphModule, BranchLog]:
     name = type(wrapper.model).__name__
-    with traceable(wrapper.model, wrapper.signature.checks) as log, redirect_stderr(io.StringIO()):
+    with traceable(wrapper.model, wrapper.signature.checks, flipped) as log, redirect_stderr(io.StringIO()):
         try:
             program = torch.export.export(wrapper, arguments, dynamic_shapes=(dims,), strict=False)
         except ModelError:

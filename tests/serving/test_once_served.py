@@ -161,5 +161,5 @@ def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
         LookupClient(server.grpc, "m", 60) as client,
     ):
         assert not client.info().takes_shared
-        with pytest.raises(InternalError, match="looked nothing up once: its config has no output 'once'"):
+        with pytest.raises(InternalError, match="without shared features: its config has no output 'once'"):
             client.lookup({"user_id": [[1]]}, shared=["user_id"])

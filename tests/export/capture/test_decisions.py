@@ -215,12 +215,14 @@ class Capped(Rows):
 
 
 class Asking(Rows):
-    """Asks in ways that change no answer: whether there are ids at all, and to refuse what cannot be."""
+    """Asks in ways that change no answer: of ids that have to be there, for its log, and to refuse what cannot be."""
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         values, sums = self.padded(ids)
         if values.size(0) == 0:
             return torch.zeros_like(sums)
+        if values.size(0) == 1:
+            self.log = "one"
         if values.size(1) * values.size(0) != values.numel():
             raise ValueError("it cannot be")
         return sums + 0 * sums.to(torch.float32, copy=True).add_(1)

@@ -274,7 +274,7 @@ Engine.__init__ = init_with_little
             ),
             (
                 with_wrong_pins,
-                r"torch: expected 2\.13, found 2\.12\.0: mend this environment with `pip install torch==2\.13\.0`",
+                r"torch: expected 2\.13 or 2\.14, found 2\.12\.0: mend this environment with `pip install torch==2\.13\.0`",
             ),
             (
                 with_a_capture_that_cannot_be_written,
