@@ -21,7 +21,7 @@ from benchmarks.measure import Result, interleave, p50, ratio_of
 from benchmarks.sequences_workload import OUTPUT, SequencesWorkload
 from export import ExportConfig, export_model
 from serving.engine import Engine
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 SIZES = {1: 64, 7: 32, 128: 16}
 ROUNDS = {1: 300, 7: 200, 128: 60}

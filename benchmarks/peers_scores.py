@@ -22,9 +22,9 @@ from benchmarks.served import publish_do_nothing
 from benchmarks.workload import DIM, ROW_CAP
 from serving.client import LookupClient, ModelInfo
 from serving.engine import Engine
-from serving.lookup.program import torchscript
 from serving.requests.types import Tensors
 from serving.server import Ports, run_server
+from serving.torchscript import torchscript
 
 NAME, SEQUENCES_NAME = "scores", "scores_sequences"
 LOADS = ((1, 1), (1, 32), (128, 1), (128, 32))

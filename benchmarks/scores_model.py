@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM_DCN
 
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 # The dense inputs of its forward: their name, and columns.
 DENSE = "dense_features"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor
 
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 # The dense inputs of its forward: their name, and columns.
 DENSE, WIDTH = "dense_features", 13

@@ -29,6 +29,7 @@ EXPORT_MAY_IMPORT = {
     "serving.ordered_map": "rows are stored and files are read by one map over threads",
     "serving.terminal": "both programs speak in one way",
     "serving.pins": "both programs check the same versions",
+    "serving.torchscript": "both compile where TorchScript works, and do without it elsewhere",
 }
 # Libraries that few packages of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
 FEW_IMPORT = {
@@ -43,6 +44,7 @@ FEW_IMPORT = {
         "serving.lookup.program",
         "serving.router.router_ranks",
         "serving.tables.table_files",
+        "serving.torchscript",
     },
     "triton_python_backend_utils": {"serving.backend.triton"},
     "tritonclient": set(),

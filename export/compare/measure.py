@@ -16,7 +16,7 @@ from export.plan.traffic import shard_traffic
 from serving.bench.report import Figure
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ShardingType
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 
 def traffic_between(manifest: Manifest, sharding: Sharding) -> npt.NDArray[np.float64]:

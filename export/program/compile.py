@@ -15,8 +15,8 @@ from export.program.tbe_call import Segment, SumsToAnswer, TbeCall
 from serving.bundle.load import digest_file
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
 from serving.bundle.tables import OutputDtype, Pooling
-from serving.lookup.program import torchscript
 from serving.model.config_file import model_py
+from serving.torchscript import torchscript
 
 
 class OneRankProgram(nn.Module):

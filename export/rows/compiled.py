@@ -10,7 +10,7 @@ import fbgemm_gpu  # noqa: F401  the operator has to be known when it is compile
 import torch
 from torch import Tensor
 
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 
 def code(rows: Tensor, bits: int, headers: Tensor, halves: Tensor) -> tuple[Tensor, float, float]:

@@ -50,8 +50,8 @@ from export.trained.source_location import line_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DensePart
-from serving.lookup.program import torchscript
 from serving.requests.types import Ids, Tensors
+from serving.torchscript import torchscript
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 
 with torchscript():  # TorchRec compiles a function of this module when it is imported
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule

@@ -9,11 +9,12 @@ import torch
 
 from serving.bundle.load import Bundle
 from serving.lookup.parallel_lookup import ParallelLookup
-from serving.lookup.program import load_program, torchscript
+from serving.lookup.program import load_program
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings
 from serving.tables.table_files import TableFiles
+from serving.torchscript import torchscript
 
 
 class LocalRanks:

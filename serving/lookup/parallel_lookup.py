@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype
 from serving.lookup.buffer_pool import BufferPool
-from serving.lookup.program import torchscript
 from serving.lookup.threads import Threads
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings, Ids
+from serving.torchscript import torchscript
 
 
 class Piece(NamedTuple):

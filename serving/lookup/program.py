@@ -2,9 +2,6 @@
 
 import importlib.util
 import io
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +11,7 @@ from serving.bundle.manifest import PROGRAM
 from serving.errors import BundleError
 from serving.lookup.instruction_set import warn_of_slow_kernels
 from serving.pins import check_pins, mismatch
+from serving.torchscript import torchscript
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
 _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")
@@ -45,15 +43,6 @@ def load_fbgemm() -> None:
         except OSError as error:  # such as a CUDA build without CUDA's libraries
             raise mismatch(f"{path}: cannot be loaded: {error}", is_broken=True) from error
     warn_of_slow_kernels()
-
-
-@contextmanager
-def torchscript() -> Iterator[None]:
-    """Silence the warning that TorchScript is deprecated. torch.export cannot call FBGEMM in a server yet."""
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):  # of torch 2.13, and of 2.14
-            warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=category)
-        yield
 
 
 def load_program(bundle: Bundle) -> torch.jit.ScriptModule:

@@ -15,7 +15,7 @@ from torch import Tensor
 from serving.bundle.load import Bundle
 from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
 from serving.errors import ServingError
-from serving.lookup.program import load_program, torchscript
+from serving.lookup.program import load_program
 from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.requests.batches import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
@@ -24,6 +24,7 @@ from serving.router.hosts_config import HostsConfig, OnShardFailure
 from serving.router.messages import PartialRequest, PartialSums
 from serving.router.replicas import HostReplicas, LoopThread, check_all, replicas_of
 from serving.tables.table_files import TableFiles
+from serving.torchscript import torchscript
 
 # The router's own rank.
 _OWN = 0

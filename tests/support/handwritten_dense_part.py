@@ -11,8 +11,8 @@ from torch import nn
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import FileDigest, write_manifest
 from serving.bundle.scores import SCORES, DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
-from serving.lookup.program import torchscript
 from serving.model.config_file import CONFIG, model_config, read_config, settings_of
+from serving.torchscript import torchscript
 
 EXACT = ScoreParity(scale=1.0, scripted=0.0, merged=0.0)
 

@@ -12,7 +12,7 @@ from export import export_model
 from serving.engine import Engine
 from serving.lookup import gemm
 from serving.lookup.gemm import _is_amd, linear, replace_large_products
-from serving.lookup.program import torchscript
+from serving.torchscript import torchscript
 from tests.support.models import Spec, collection
 from tests.support.scored_models import EXACT
 
