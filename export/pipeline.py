@@ -315,7 +315,7 @@ def plan_model(
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
-    trained = collect_tables(module, follow=config.example is None)
+    trained = collect_tables(module, trace=config.example is None)
     prefix = config.checkpoint_prefix
     if checkpoint is None:
         return describe(trained.tables, config, lambda: open_weights(module, trained, None, prefix), progress)

@@ -20,8 +20,8 @@ from export.scores.labelled_requests import LabelledRequest, read_labelled
 from export.scores.trace_example import trace_example
 from export.trained.checkpoint import Checkpoint, WeightSource
 from export.trained.loaded_tables import load_tables
+from export.trained.model_copy import on_cpu
 from export.trained.model_weights import load_weights, open_weights
-from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
@@ -229,7 +229,7 @@ def prepare(
     labelled = [] if config.labelled is None else read_labelled(config.labelled)
     if config.scores or example is not None:  # the dense part is traced and run on the CPU
         module, dense = on_cpu(module), dense if dense is None else on_cpu(dense)
-    trained = collect_tables(module, follow=example is None)
+    trained = collect_tables(module, trace=example is None)
     is_whole = config.scores and dense is None
     weights = open_weights(module, trained, checkpoint, config.checkpoint_prefix, is_whole=is_whole)
     for table in trained.tables:
@@ -238,7 +238,7 @@ def prepare(
     manifest = with_position_weights(manifest, trained.tables, weights)
     maps = build_maps(trained.tables, weights)
     manifest = msgspec.structs.replace(
-        maps.described(manifest), left_out=trained.found.left_out, checkpoint=weights.fingerprint
+        maps.described(manifest), left_out=trained.left_out, checkpoint=weights.fingerprint
     )
     scored = None
     if checkpoint is not None and is_whole:

@@ -19,7 +19,7 @@ from export.batchability.sample_flow import first_mixing_node
 from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
 from export.capture.graph_inputs import DenseInputs
 from export.errors import first_line
-from export.trained.running import quiet
+from export.trained.eval_mode import quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 # The samples for which operators are compared: no layer has this width.

@@ -17,7 +17,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from export.config import Example
 from export.errors import ModelError, last_line
-from export.trained.running import dotted
+from export.trained.module_paths import dotted
 
 # What has nothing in it that a request could bring.
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, nn.Module, type)

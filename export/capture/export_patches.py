@@ -24,7 +24,7 @@ from torchrec import KeyedJaggedTensor
 from export.capture.branch_log import BranchLog, record_branches
 from export.capture.model_files import files_of_model, patched
 from export.capture.value_checks import Checks, PassedChecks
-from export.trained.running import evaluating, quiet
+from export.trained.eval_mode import evaluating, quiet
 from export.trained.source_location import current_line, is_user_code
 
 

@@ -23,7 +23,7 @@ from export.capture.tensor_provenance import KjtParts, TensorProvenance
 from export.capture.value_checks import Checks, RecordedChecks
 from export.config import Example
 from export.errors import ModelError, last_line
-from export.trained.running import evaluating, quiet
+from export.trained.eval_mode import evaluating, quiet
 from export.trained.source_location import current_line, line_of_error
 
 

@@ -12,7 +12,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.capture.bags import RequestKjt, bag_of, bags_of, kjt_of_bags
 from export.capture.model_files import patched
-from export.trained.managed import is_sequence
+from export.trained.wrapped_collections import is_sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from export.capture.row_counts import Input
 from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
 from export.capture.value_checks import failed_check
 from export.errors import ModelError, first_line
-from export.trained.managed import is_sequence, takes_weights
 from export.trained.source_location import current_line, line_of_error
+from export.trained.wrapped_collections import is_sequence, takes_weights
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 EMBEDDINGS = "embeddings"

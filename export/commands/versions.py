@@ -115,14 +115,14 @@ def verify(
     check_pins()
     from export.parity.verify import as_json
     from export.parity.verify import verify as verify_any
-    from export.trained.running import on_cpu
+    from export.trained.model_copy import on_cpu
     from export.trained.tables import collect_tables
 
     call = None if example is None else named_example(example)
     trained = None
     if model is not None:
         module = on_cpu(build_module(model, meta=checkpoint is not None))
-        trained = collect_tables(module, follow=call is None)
+        trained = collect_tables(module, trace=call is None)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     verification = verify_any(
         bundle_of(bundle, trusted),

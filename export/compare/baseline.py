@@ -25,7 +25,7 @@ from export.prepare import describe
 from export.program.compile import compile_program
 from export.rows.rank_files import store_rows, write_rows
 from export.trained.checkpoint import Checkpoint
-from export.trained.probe import make_probe
+from export.trained.probe_request import make_probe
 from export.trained.tables import TrainedTable
 from serving.bench.report import Figure
 from serving.bench.requests import Distribution, random_requests

@@ -8,7 +8,7 @@ import torch
 
 from export.errors import CheckpointError
 from export.trained.checkpoint import Checkpoint
-from export.trained.managed import HashZch, SortedIds
+from export.trained.managed_collision import HashZch, SortedIds
 from export.trained.tables import TrainedTable
 from serving.bundle.id_maps import HashedIds
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from export.parity.fresh_process import FreshProcess
 from export.program.compile import build_program, write_program
 from export.rows.table_error import Tally, finite
-from export.trained.probe import make_probe
+from export.trained.probe_request import make_probe
 from serving.bundle.id_maps import IDS
 from serving.bundle.load import Bundle, weights_path, weights_paths
 from serving.bundle.manifest import Agreement, Manifest, Parity, write_manifest

@@ -10,8 +10,8 @@ from export.errors import ParityError
 from export.parity.answers import Answers, by_id, ids_in_bags
 from export.plan.sharding import Sharding
 from export.rows.table_error import TableError, Tally, finite
-from export.trained.probe import trained_answers
 from export.trained.tables import Trained
+from export.trained.trained_answers import trained_answers
 from serving.bundle.formats import FP16_SUBNORMAL, FP32_UNIT
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.tables import OutputDtype, Pooling, Table

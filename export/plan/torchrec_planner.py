@@ -29,7 +29,7 @@ from torchrec.distributed.types import CommOp, NoOpQuantizedCommCodec, Parameter
 from export.errors import PlanError
 from export.plan.sharding import Sharding, last_match
 from export.rows.quantize import torch_dtype
-from export.trained.running import quiet
+from export.trained.eval_mode import quiet
 from serving.bundle.manifest import aligned
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, ShardingType
 from serving.bundle.tables import Table

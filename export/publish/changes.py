@@ -59,7 +59,7 @@ def publish_changes(
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
-    trained = collect_tables(module, follow=False)
+    trained = collect_tables(module, trace=False)
     tables = {table.name: table for table in lineage.bundle.manifest.tables}
     if {table.name: (table.rows, table.dim) for table in trained.tables} != {
         table.name: (table.rows, table.dim) for table in tables.values()

@@ -14,7 +14,7 @@ from export.errors import ModelError, last_line
 from export.scores.dense_part import CompiledDensePart
 from export.scores.labelled_requests import LabelledRequest, Labels, outputs_with_labels
 from export.scores.probe_inputs import with_dense
-from export.trained.probe import kjt_of
+from export.trained.probe_request import kjt_of
 from serving.bundle.scores import DenseInput, DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest

@@ -5,8 +5,8 @@ from torch import nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from export.capture.stub_collections import Columns
-from export.trained.managed import inner_of, is_sequence
 from export.trained.tables import Trained
+from export.trained.wrapped_collections import inner_of, is_sequence
 from serving.bundle.manifest import Manifest
 
 
@@ -18,7 +18,7 @@ def collection_columns(trained: Trained, manifest: Manifest) -> dict[nn.Module, 
     }
     columns = {}
     for path, tables in trained.by_collection.items():
-        collection = trained.found.collections[path]
+        collection = trained.collections[path]
         _, inner = inner_of(collection)
         configs = inner.embedding_configs() if is_sequence(collection) else inner.embedding_bag_configs()
         features = [name for table in tables for name in table.features]

@@ -22,9 +22,10 @@ from export.scores.find_dense_inputs import find_dense_inputs
 from export.scores.probe_inputs import probe_inputs, probe_request, request_of_bags
 from export.scores.split_at_collections import split_at_collections
 from export.scores.trace_example import trace_example
-from export.trained.managed import is_sequence
-from export.trained.running import copied, quiet
+from export.trained.eval_mode import quiet
+from export.trained.model_copy import copy_model
 from export.trained.tables import Trained
+from export.trained.wrapped_collections import is_sequence
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput
 from serving.errors import ConfigurationError
@@ -134,8 +135,8 @@ def dense_model_of_forward(
 
 def _model_around_collections(trained: Trained) -> tuple[str, nn.Module]:
     """The path and the module of the one model around all collections."""
-    entries = [entry.module for entry in trained.found.entries]
-    if len(entries) != 1 or entries[0] in trained.found.collections.values():
+    entries = [entry.module for entry in trained.entries]
+    if len(entries) != 1 or entries[0] in trained.collections.values():
         kinds = ", ".join(type(entry).__name__ for entry in entries)
         raise ModelError(
             f"{type(trained.module).__name__}: expected one module around all collections, with scores, found "
@@ -146,7 +147,7 @@ def _model_around_collections(trained: Trained) -> tuple[str, nn.Module]:
 
 
 def _expect_pooled(trained: Trained) -> None:
-    for name, collection in trained.found.collections.items():
+    for name, collection in trained.collections.items():
         if is_sequence(collection):
             raise ModelError(
                 f"{name} ({type(collection).__name__}): scores are made of rows that are not pooled: give an example "
@@ -172,7 +173,7 @@ def _wrap_module(
             f"dense_widths (--dense-width): expected the width of {unknown[0]!r}, which "
             f"{type(user_module).__name__} takes"
         )
-    user_module = copied(user_module, ()).eval()
+    user_module = copy_model(user_module, ()).eval()
     answer = _answer_for_two_samples(user_module, spans, [widths[name] for name in arguments])
     named_outputs(user_module, answer, Tensor, WAY_OUT)  # refuses an answer without tensors
     graph = fx.Graph()

@@ -43,11 +43,12 @@ from export.scores.served_dtypes import as_served, cast_outputs
 from export.scores.varied_requests import varied_requests
 from export.scores.written_inputs import copy_inputs, writes_to_inputs
 from export.trained.checkpoint import Checkpoint
-from export.trained.managed import is_sequence, looking_up
-from export.trained.probe import listening
-from export.trained.running import evaluating, quiet
+from export.trained.eval_mode import evaluating, quiet
+from export.trained.managed_collision import looking_up
 from export.trained.source_location import line_of
 from export.trained.tables import Trained
+from export.trained.trained_answers import record_answers
+from export.trained.wrapped_collections import is_sequence
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DensePart
 from serving.requests.types import Ids, Tensors
@@ -120,7 +121,7 @@ def compile_dense_part(
         eager_scores = partial(_eager_scores, model, subgraph)
         inputs, trained_scores = _trained_scores(model, subgraph, columns, inputs)
     table_weights = checkpoint if user_module is None else None
-    module = with_weights(subgraph, dense_model.path, trained.found.collections, table_weights)
+    module = with_weights(subgraph, dense_model.path, trained.collections, table_weights)
     with RandomDraws() as draws:
         cast_outputs(module, run_dense_part(model, module, subgraph, inputs), subgraph.output_names)
     draws.expect_none(model)
@@ -199,7 +200,7 @@ def _trained_scores(
     """The inputs with the embeddings and rows that the model itself looks up, and what it answers, by output."""
     looked_up: dict[nn.Module, Any] = {}
     failure = "its forward fails for ids of all features, and dense inputs in [0, 1)"
-    with listening(columns, looked_up), model_errors(model, failure):
+    with record_answers(columns, looked_up), model_errors(model, failure):
         scores = _eager_scores(model, subgraph, inputs)
     embeddings = inputs.embeddings.clone()
     rows = {**inputs.rows}

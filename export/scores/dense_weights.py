@@ -16,8 +16,9 @@ from export.errors import CheckpointError, QuantizeError
 from export.scores.dense_subgraph import DenseSubgraph
 from export.scores.written_inputs import cast_of_input
 from export.trained.checkpoint import Checkpoint
-from export.trained.model_weights import take_place
-from export.trained.running import copied, dotted
+from export.trained.model_copy import copy_model
+from export.trained.model_weights import replace_tensor
+from export.trained.module_paths import dotted
 from serving.bundle.scores import DenseDtype
 
 
@@ -35,12 +36,12 @@ def with_weights(
     Raises:
         CheckpointError: a weight is missing.
     """
-    module = cast(fx.GraphModule, copied(subgraph.module, ()).eval())
+    module = cast(fx.GraphModule, copy_model(subgraph.module, ()).eval())
     prefixes = tuple(f"{dotted(collection)}." for collection in collections)
     for name, weight in [*module.named_parameters(), *module.named_buffers()]:
         key = dotted(path, name)
         if checkpoint is not None and key.startswith(prefixes):
-            take_place(module, weight, checkpoint.tensor(key, weight))
+            replace_tensor(module, weight, checkpoint.tensor(key, weight))
         elif weight.is_meta:
             raise CheckpointError(
                 f"a buffer of the dense part, {key!r}, is on the meta device, and its numbers are in no checkpoint: "

@@ -16,9 +16,11 @@ from export.capture.value_checks import failed_check
 from export.errors import ExportError, ModelError, ParityError, last_line
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
 from export.scores.served_dtypes import as_served
-from export.trained.managed import is_sequence, takes_weights
-from export.trained.model_weights import take_place
-from export.trained.running import Held, copied, evaluating, held, quiet
+from export.trained.eval_mode import evaluating, quiet
+from export.trained.model_copy import copy_model
+from export.trained.model_state import StateItem, model_state
+from export.trained.model_weights import replace_tensor
+from export.trained.wrapped_collections import is_sequence, takes_weights
 
 Answer = Mapping[str, Tensor]
 
@@ -72,7 +74,7 @@ def eager_answers(
             numbers, or changes what it keeps.
         ParityError: it looks up ids that are not those of the probe.
     """
-    eager = copied(model, collections)
+    eager = copy_model(model, collections)
     columns = {
         eager.get_submodule(name): collections[module]
         for name, module in model.named_modules()
@@ -125,10 +127,10 @@ def _expect_no_count(model: nn.Module, answer: Answer | None, answer_again: Call
         answer: to a probe.
         answer_again: calls the model with the same probe.
     """
-    state_before = held(model)
+    state_before = model_state(model)
     if answer is None or not _are_same(answer, answer_again()):
         return  # its answers differ from call to call, which other checks report
-    counts = [state for key, state in held(model).items() if not state.is_as(state_before.get(key))]
+    counts = [state for key, state in model_state(model).items() if not state.equals(state_before.get(key))]
     if counts and not all(_answers_same_after(calls, counts, answer, answer_again) for calls in _CALLS):
         names = [repr(count.key) for count in counts if isinstance(count.key, str)] or ["a number that it keeps"]
         raise ModelError(
@@ -138,17 +140,17 @@ def _expect_no_count(model: nn.Module, answer: Answer | None, answer_again: Call
 
 
 def _answers_same_after(
-    calls: int, counts: Sequence[Held], answer: Answer, answer_again: Callable[[], Answer]
+    calls: int, counts: Sequence[StateItem], answer: Answer, answer_again: Callable[[], Answer]
 ) -> bool:
     for count in counts:
-        count.count_on(calls)
+        count.add_calls(calls)
     try:
         return _are_same(answer, answer_again())
     except ModelError:
         return False
     finally:
         for count in counts:
-            count.put_back()
+            count.restore()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -207,7 +209,7 @@ def _set_weights(model: nn.Module, weights: fx.GraphModule) -> None:
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     for name, weight in [*weights.named_parameters(), *weights.named_buffers()]:
         if name in tensors:
-            take_place(model, tensors[name], weight)
+            replace_tensor(model, tensors[name], weight)
 
 
 def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, Tensor]]:

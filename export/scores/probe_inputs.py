@@ -11,7 +11,7 @@ from torch import Tensor
 
 from export.capture.bags import Bags, bags_of
 from export.capture.graph_inputs import DenseInputs
-from export.trained.probe import kjt_of, make_probe
+from export.trained.probe_request import kjt_of, make_probe
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput, DensePart, InputDtype
 from serving.requests.types import Ids, Tensors

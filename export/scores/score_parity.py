@@ -13,7 +13,7 @@ from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, ParityError
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
 from export.scores.eager_model import model_errors
-from export.trained.running import quiet
+from export.trained.eval_mode import quiet
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, ScoreOutput, ScoreParity
 
 

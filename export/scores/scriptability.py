@@ -8,7 +8,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from export.errors import ModelError
-from export.trained.running import named
+from export.trained.module_paths import named
 from export.trained.source_location import line_of
 
 # Methods of Tensor that TorchScript lacks, and what does the same.

@@ -19,11 +19,11 @@ from export.capture.trace import EMBEDDINGS
 from export.errors import ModelError, first_line
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph
 from export.scores.scriptability import expect_scriptable
-from export.trained.follow import selects
+from export.trained.eval_mode import evaluating, quiet
 from export.trained.keyed_tracer import KeyedTracer
-from export.trained.managed import inner_of
-from export.trained.running import evaluating, quiet
 from export.trained.source_location import line_of, line_of_error
+from export.trained.trace_to_collections import selects_ids
+from export.trained.wrapped_collections import inner_of
 
 
 def split_at_collections(model: nn.Module, collections: Mapping[nn.Module, Columns]) -> DenseSubgraph:
@@ -174,7 +174,7 @@ def _erase_selections(graph: fx.Graph, id_arguments: Sequence[str]) -> None:
     """Erase the nodes that only selected ids. Other unused nodes stay: they may write to a tensor that is used."""
     selections = {node for node in graph.nodes if node.name in id_arguments}
     for node in graph.nodes:
-        if selects(node) and node.all_input_nodes and {*node.all_input_nodes} <= selections:
+        if selects_ids(node) and node.all_input_nodes and {*node.all_input_nodes} <= selections:
             selections.add(node)
     for node in reversed(graph.nodes):
         if node in selections and node.op != "placeholder" and not node.users:

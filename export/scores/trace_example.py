@@ -23,7 +23,7 @@ from export.capture.trace import EMBEDDINGS, TracedModel, trace_model
 from export.config import Example
 from export.errors import ModelError
 from export.scores.dense_subgraph import DenseSubgraph
-from export.trained.managed import takes_weights
+from export.trained.wrapped_collections import takes_weights
 from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, JaggedKind, wrong_names
 
 # The samples that a model is traced for, and those of a probe.

@@ -10,7 +10,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from export.capture.bags import Bag
 from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
-from export.trained.managed import inner_of, is_sequence
+from export.trained.wrapped_collections import inner_of, is_sequence
 
 # No id reaches it.
 _ANY_ID = 2**62

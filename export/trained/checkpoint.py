@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from export.errors import CheckpointError
 from export.trained import dcp, safetensors_file
-from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFiles
 from export.trained.checkpoint_prefix import ModelKeys, Saved, Taken, take
-from export.trained.sources import InFile, StoredTable
+from export.trained.stored_tensors import InFile, StoredTensor
 from export.trained.tables import TrainedTable
+from export.trained.torch_save_file import locate_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -51,7 +51,7 @@ class InMemory:
 class Narrowed:
     """A tensor as a module has it whose floats are shorter than those that were saved."""
 
-    stored: StoredTable
+    stored: StoredTensor
     dtype: torch.dtype
 
     @property
@@ -82,7 +82,7 @@ class Checkpoint:
     def __init__(
         self,
         source: str,
-        stored: Mapping[str, StoredTable],
+        stored: Mapping[str, StoredTensor],
         files: CheckpointFiles | None = None,
         versions: Mapping[str, int] | None = None,
     ) -> None:
@@ -228,18 +228,18 @@ class Checkpoint:
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
-    def _at(self, what: str, key: str) -> StoredTable:
+    def _at(self, what: str, key: str) -> StoredTensor:
         if key not in self._stored:
             raise CheckpointError(f"{self._source}: {what}: expected the key {key!r}, which is missing")
         return self._stored[key]
 
 
-def _has_shape(stored: StoredTable, shape: tuple[int, ...]) -> bool:
+def _has_shape(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
     """Whether a tensor has a shape. A number is stored as [1]."""
     return stored.shape == (shape or (1,))
 
 
-def _other_shape(expected: tuple[int, ...], stored: StoredTable) -> str:
+def _other_shape(expected: tuple[int, ...], stored: StoredTensor) -> str:
     """What is wrong with the shape of a stored tensor. Readers give a 0-d tensor the shape [1]."""
     stored_shape = "one number" if stored.shape == (1,) else list(stored.shape)
     return f"expected shape {list(expected)}, got {stored_shape}"
@@ -253,7 +253,7 @@ def _kind_of(dtype: torch.dtype) -> str:
     return "bool" if dtype is torch.bool else "integers"
 
 
-def _are_equal(one: StoredTable, other: StoredTable) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors have the same numbers: in one place, or when both are read."""
     if one is other or (isinstance(one, InFile) and one == other):
         return True

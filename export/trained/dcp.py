@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from export.errors import CheckpointError
-from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFile, CheckpointFiles
-from export.trained.sources import InFile, StoredTable
+from export.trained.stored_tensors import InFile, StoredTensor
+from export.trained.torch_save_file import locate_tensors
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -184,7 +184,7 @@ class _Metadata(msgspec.Struct):
 Places = Mapping[tuple[str, tuple[int, ...]], _Place]
 
 
-def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTable]:
+def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTensor]:
     """The tensors of the checkpoint in the folder `path`, by state-dict key. A number is a vector [1].
 
     All else in the checkpoint is ignored.

@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import _regroup_keyed_tensors
 
-from export.trained.managed import inner_of, is_sequence
+from export.trained.wrapped_collections import inner_of, is_sequence
 
 _POOLING = (
     EmbeddingBagCollectionInterface,

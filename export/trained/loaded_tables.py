@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from export.trained.checkpoint import Checkpoint, block_bounds
-from export.trained.managed import SortedIds, inner_of
-from export.trained.model_weights import take_place
-from export.trained.running import dotted
+from export.trained.managed_collision import SortedIds
+from export.trained.model_weights import replace_tensor
+from export.trained.module_paths import dotted
 from export.trained.tables import Trained, TrainedTable
+from export.trained.wrapped_collections import inner_of
 from serving.tables.memory_budget import memory_here
 
 _MEMORY = Path("/proc/meminfo")
@@ -51,7 +52,7 @@ def load_tables(
         return False
     state = _state(trained)
     owned = {id(tensor) for tensor in state.values()}
-    inner = [inner_of(collection)[1] for collection in trained.found.collections.values()]
+    inner = [inner_of(collection)[1] for collection in trained.collections.values()]
     if not all(id(parameter) in owned for collection in inner for parameter in collection.parameters()):
         return False
     if any(tensor.device.type not in ("cpu", "meta") for tensor in state.values()):
@@ -60,18 +61,18 @@ def load_tables(
     done = 0
     for key, tensor in state.items():
         if key in tables:
-            take_place(trained.module, tensor, _read(tables[key], weights, tensor.dtype))
+            replace_tensor(trained.module, tensor, _read(tables[key], weights, tensor.dtype))
             done += tables[key].float_bytes
             progress(done, total)
         elif weights.has(key):
-            take_place(trained.module, tensor, weights.tensor(key, tensor))
+            replace_tensor(trained.module, tensor, weights.tensor(key, tensor))
     state = _state(trained)
     for table in tables.values():
         if isinstance(table.id_map, SortedIds):
             # Shards of training sorted their ids each by itself; load_state_dict of TorchRec's module sorts all.
             order = state[table.id_map.raw_ids].argsort(stable=True)
             for key in table.id_map.keys:
-                take_place(trained.module, state[key], state[key][order])
+                replace_tensor(trained.module, state[key], state[key][order])
     return True
 
 
@@ -79,7 +80,7 @@ def _state(trained: Trained) -> dict[str, Tensor]:
     """The parameters and buffers of a model's collections, by their keys."""
     return {
         dotted(path, name): tensor
-        for path, collection in trained.found.collections.items()
+        for path, collection in trained.collections.items()
         for name, tensor in collection.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }

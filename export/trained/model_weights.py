@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from export.errors import ModelError
 from export.trained.checkpoint import Checkpoint, WeightSource, module_weights, open_checkpoint
 from export.trained.checkpoint_prefix import COUNTER, ModelKeys
-from export.trained.managed import HashZch
-from export.trained.running import dotted, named
+from export.trained.managed_collision import HashZch
+from export.trained.module_paths import dotted, named
 from export.trained.tables import Trained
 from serving.errors import ConfigurationError
 
@@ -79,7 +79,7 @@ def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKey
             keys = [key for key in table.id_map.keys if key != _bucket_count(table.id_map)]
             needed |= dict.fromkeys(keys, f"map of the ids of table {table.name!r}")
     groups = list(_groups(module))
-    paths = [*_paths(module, [module.get_submodule(path) for path in trained.found.collections])]
+    paths = [*_paths(module, [module.get_submodule(path) for path in trained.collections])]
     if is_whole:
         for group in groups:
             outside = [name for name in group.names if not _is_inside(name, paths)]
@@ -167,7 +167,7 @@ def load_weights(trained: Trained, weights: Checkpoint) -> None:
         CheckpointError: a weight is missing, or has another shape or kind of numbers.
         ModelError: the model has code of its own that load_state_dict calls.
     """
-    module, collections = trained.module, [*trained.found.collections.values()]
+    module, collections = trained.module, [*trained.collections.values()]
     paths = [*_paths(module, collections)]
     inside = {part for collection in collections for part in collection.modules()}
     for path, part in module.named_modules():
@@ -179,15 +179,15 @@ def load_weights(trained: Trained, weights: Checkpoint) -> None:
             numbers = weights.tensor(outside[0], group.tensors[0])
             for tensor in group.tensors:
                 if tensor.is_meta:
-                    take_place(module, tensor, numbers)
+                    replace_tensor(module, tensor, numbers)
                 else:  # whatever else refers to it has them, too
                     with torch.no_grad():
                         tensor.copy_(numbers)
     for table in _tables_on_meta(collections):
-        take_place(module, table, _zeros(table))
+        replace_tensor(module, table, _zeros(table))
 
 
-def take_place(module: nn.Module, tensor: Tensor, numbers: Tensor) -> None:
+def replace_tensor(module: nn.Module, tensor: Tensor, numbers: Tensor) -> None:
     """Have numbers take the place of a tensor of a module, wherever it has that."""
     new: Any = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
     for part in module.modules():

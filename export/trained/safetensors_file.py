@@ -14,7 +14,7 @@ import torch
 
 from export.errors import CheckpointError
 from export.trained.checkpoint_files import CheckpointFile, CheckpointFiles
-from export.trained.sources import InFile, NotPlain, StoredTable
+from export.trained.stored_tensors import InFile, StoredTensor, UnreadableTensor
 from serving.files import json_tree
 
 INDEX = "*.safetensors.index.json"
@@ -49,7 +49,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def locate_in_set(files: CheckpointFiles, index: str) -> dict[str, StoredTable]:
+def locate_in_set(files: CheckpointFiles, index: str) -> dict[str, StoredTensor]:
     """The tensors of a sharded set by key.
 
     Args:
@@ -71,7 +71,7 @@ def locate_in_set(files: CheckpointFiles, index: str) -> dict[str, StoredTable]:
     return {key: tensors[name][key] for key, name in names.items()}
 
 
-def locate_in_file(file: CheckpointFile) -> dict[str, StoredTable]:
+def locate_in_file(file: CheckpointFile) -> dict[str, StoredTensor]:
     """The tensors of a file by key.
 
     Raises:
@@ -108,11 +108,11 @@ def _check_offsets(tensors: dict[str, _Tensor], size: int) -> None:
             raise ValueError(f"{key!r} has bytes {list(tensor.data_offsets)} and shape {list(tensor.shape)}")
 
 
-def _located(file: CheckpointFile, key: str, tensor: _Tensor, first: int) -> StoredTable:
+def _located(file: CheckpointFile, key: str, tensor: _Tensor, first: int) -> StoredTensor:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         kind = f"a tensor of {tensor.dtype}"
-        return NotPlain(str(file.path), key, kind, "save it as float32, float16 or bfloat16")
+        return UnreadableTensor(str(file.path), key, kind, "save it as float32, float16 or bfloat16")
     shape: Any = tensor.shape or (1,)
     strides = tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return InFile(file, first + tensor.data_offsets[0], shape, strides, dtype)

@@ -9,9 +9,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
-from export.trained.managed import TrainedIdMap, id_maps_of, inner_of, is_sequence, position_weights_of
-from export.trained.modules import Found, find_collections
-from export.trained.running import dotted
+from export.trained.feature_processors import position_weights_of
+from export.trained.find_collections import Entry, find_collections
+from export.trained.managed_collision import TrainedIdMap, id_maps_of
+from export.trained.module_paths import dotted
+from export.trained.wrapped_collections import inner_of, is_sequence
 from serving.bundle.tables import Pooling, is_name
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN, PoolingType.NONE: Pooling.NONE}
@@ -70,17 +72,18 @@ class Trained:
     """The tables of a trained module.
 
     Attributes:
-        found: a copy of the module, its collections, and what is left out.
+        module: a copy of the module, to trace and to run. It shares the module's tables.
+        collections: as FoundCollections has them; so are `entries` and `left_out`.
+        entries: the modules that are called with ids.
+        left_out: the modules and forwards that are not served.
         by_collection: the tables of each collection, by the collection's path, in TorchRec's order.
     """
 
-    found: Found
+    module: nn.Module
+    collections: dict[str, nn.Module]
+    entries: tuple[Entry, ...]
+    left_out: tuple[str, ...]
     by_collection: dict[str, tuple[TrainedTable, ...]]
-
-    @property
-    def module(self) -> nn.Module:
-        """A copy of the module, to trace and to run. It shares the module's tables."""
-        return self.found.module
 
     @property
     def tables(self) -> tuple[TrainedTable, ...]:
@@ -88,19 +91,19 @@ class Trained:
         return tuple(table for tables in self.by_collection.values() for table in tables)
 
 
-def collect_tables(module: nn.Module, *, follow: bool = True) -> Trained:
+def collect_tables(module: nn.Module, *, trace: bool = True) -> Trained:
     """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection and
     (Fused, ManagedCollision)EmbeddingCollection.
 
     Args:
         module: the module.
-        follow: as `find_collections`.
+        trace: as `find_collections`.
 
     Raises:
-        ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
-            virtual or position-weighted; or a table's or feature's name cannot be listed, or is another's too.
+        ModelError: there is no collection, or one that is not served (`find_collections`); a table is pruned,
+            virtual or position-weighted; or the name of a table or feature cannot be listed, or is used twice.
     """
-    found = find_collections(module, follow=follow)
+    found = find_collections(module, trace=trace)
     configs = {path: _configs(collection) for path, collection in found.collections.items()}
     all_configs = [config for of_collection in configs.values() for config in of_collection]
     tables = Counter(config.name for config in all_configs)
@@ -112,7 +115,7 @@ def collect_tables(module: nn.Module, *, follow: bool = True) -> Trained:
         )
         for path, of_collection in configs.items()
     }
-    trained = Trained(found, by_collection)
+    trained = Trained(found.module, found.collections, found.entries, found.left_out, by_collection)
     for name, count in Counter(name for table in trained.tables for name in table.features).items():
         if count > 1:
             raise ModelError(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ModelError
-from export.trained.managed import looking_up
+from export.trained.managed_collision import looking_up
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
 from serving.engine import Engine

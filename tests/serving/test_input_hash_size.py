@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from export import ExportConfig, Sharding, export_model
 from export.errors import CheckpointError
-from export.trained.probe import make_probe
+from export.trained.probe_request import make_probe
 from serving.bundle.id_maps import IDS
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import MANIFEST, Capability

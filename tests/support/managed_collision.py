@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from export.trained.managed import looking_up
+from export.trained.managed_collision import looking_up
 from serving.client import JaggedRows
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.sequence_models import sequences

@@ -12,7 +12,7 @@ from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.config import Progress
 from export.errors import ParityError
 from export.parity.fresh_process import FreshProcess
-from export.trained.probe import make_probe
+from export.trained.probe_request import make_probe
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from tests.support.models import collection

@@ -101,7 +101,7 @@ def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
     )
     other = build()
     if on_meta:
-        for collection in collect_tables(other, follow=False).found.collections:
+        for collection in collect_tables(other, trace=False).collections:
             for part in other.get_submodule(collection).modules():
                 held: dict[str, Any] = part._parameters
                 held |= {

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from export.errors import CheckpointError
 from export.trained import dcp
 from export.trained.checkpoint_files import CheckpointFiles
-from export.trained.sources import StoredTable
+from export.trained.stored_tensors import StoredTensor
 
 HEAD = b"\x80\x04"
 
 
-def open_folder(folder: Path) -> dict[str, StoredTable]:
+def open_folder(folder: Path) -> dict[str, StoredTensor]:
     return dcp.open_folder(folder, CheckpointFiles(folder, dcp.FILES))
 
 

@@ -176,7 +176,7 @@ def test_every_weight_and_buffer_is_read_in_its_own_dtype(tmp_path: Path, kind: 
     bundle = export(untrained(kind), tmp_path, module.state_dict(), config)
     assert_same(served(bundle), answers(module))
     verification = verify(
-        bundle, collect_tables(untrained(kind), follow=not by_example), tmp_path / "w.pt", example=config.example
+        bundle, collect_tables(untrained(kind), trace=not by_example), tmp_path / "w.pt", example=config.example
     )
     assert (verification.failures, verification.taken) == ((), "weights from w.pt; 0 keys unused")
 

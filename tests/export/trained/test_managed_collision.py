@@ -19,7 +19,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCo
 
 from export import ExportConfig, IdDtype, IdPolicy, WeightDtype, export_model
 from export.errors import CheckpointError, ModelError
-from export.trained.modules import find_collections
+from export.trained.find_collections import find_collections
 from serving.bundle.id_maps import IDS
 from serving.bundle.load import open_bundle
 from serving.engine import Engine

@@ -1,16 +1,10 @@
-"""The modules of TorchRec that change ids or weights before a collection looks them up (torchrec 1.8).
+"""TorchRec's managed collision modules, which turn raw ids into row numbers before a lookup (torchrec 1.8).
 
-Managed collision modules turn raw ids into row numbers. `ManagedCollisionEmbeddingBagCollection` has an
-EmbeddingBagCollection and such a module for each table, `ManagedCollisionEmbeddingCollection` an EmbeddingCollection.
-In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives unknown ids the last row.
-HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives unknown ids the row of their hash. In
-eval, neither changes its state. A HashZchManagedCollisionModule with an `input_hash_size` fails for ids outside of
-[0, that size), which it rounds up to a multiple of its buckets.
-
-Feature processors weigh ids by their position in the bag. `FeatureProcessedEmbeddingBagCollection` has a weighted
-EmbeddingBagCollection and its processors: a PositionWeightedModule for each key, or a
-PositionWeightedModuleCollection for some keys. In eval, as in training, the n-th id of a bag gets the n-th weight of
-its key. Keys without weights get 1. A bag with more ids than weights raises (`torch.gather`).
+`ManagedCollisionEmbeddingBagCollection` has an EmbeddingBagCollection and such a module for each table,
+`ManagedCollisionEmbeddingCollection` an EmbeddingCollection. In eval, MCHManagedCollisionModule searches its sorted
+raw ids, and gives unknown ids the last row. HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which
+gives unknown ids the row of their hash. In eval, neither changes its state. A HashZchManagedCollisionModule with an
+`input_hash_size` fails for ids outside of [0, that size), which it rounds up to a multiple of its buckets.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,10 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, nn
-from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
-from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torch import nn
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
@@ -30,62 +21,6 @@ from serving.torchscript import torchscript
 
 with torchscript():  # TorchRec compiles a function of this module when it is imported
     from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-
-_EMBEDDING_BAGS = "_embedding_bag_collection"
-_EMBEDDINGS = "_embedding_module"
-
-
-def inner_of(collection: Any) -> tuple[str, Any]:
-    """The collection that looks rows up, with its path in `collection`: itself, or the one behind processors or
-    managed collision modules."""
-    if isinstance(collection, BaseManagedCollisionEmbeddingCollection):
-        return _EMBEDDINGS, getattr(collection, _EMBEDDINGS)
-    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
-        return _EMBEDDING_BAGS, getattr(collection, _EMBEDDING_BAGS)
-    return "", collection
-
-
-def is_sequence(collection: Any) -> bool:
-    """Whether a collection returns a row for each id, as an EmbeddingCollection does, and does not pool."""
-    return isinstance(inner_of(collection)[1], EmbeddingCollectionInterface)
-
-
-def takes_weights(collection: Any) -> bool:
-    """Whether a collection weighs rows by the weights of a KJT. Feature processors put their own in their place."""
-    inner = inner_of(collection)[1]
-    own = isinstance(collection, FeatureProcessedEmbeddingBagCollection)
-    return bool(not own and not is_sequence(collection) and inner.is_weighted())
-
-
-_PROCESSORS = "_feature_processors"
-
-
-def position_weights_of(collection: FeatureProcessedEmbeddingBagCollection) -> dict[str, tuple[str, Tensor]]:
-    """The position weights [n] of each key that has some, with their path in `collection`."""
-    processors: Any = getattr(collection, _PROCESSORS)
-    if isinstance(processors, PositionWeightedModuleCollection):
-        weights = processors.position_weights.items()
-        return {key: (f"{_PROCESSORS}.position_weights.{key}", each) for key, each in weights}
-    return {
-        key: (f"{_PROCESSORS}.{key}.position_weight", module.position_weight) for key, module in processors.items()
-    }
-
-
-def unknown_processors(collection: FeatureProcessedEmbeddingBagCollection) -> Iterator[tuple[str, nn.Module, str]]:
-    """The processors that are not served: path in `collection`, module, and why."""
-    processors: Any = getattr(collection, _PROCESSORS)
-    by_key = isinstance(processors, nn.ModuleDict)
-    served: Any = PositionWeightedModule if by_key else PositionWeightedModuleCollection
-    modules = dict(processors.items()) if by_key else {"": processors}
-    for key, module in modules.items():
-        path = f"{_PROCESSORS}.{key}".rstrip(".")
-        if type(module) is not served:
-            yield path, module, f"expected a {served.__name__}"
-        elif any(weights.numel() == 0 for weights in module.parameters()):
-            yield path, module, "expected a weight for one position or more, got none"
-        elif module._pre_processed:
-            yield path, module, "takes positions from the weights of a request (`pre_process_input` was called)"
-
 
 _MANAGED, _MODULES = "_managed_collision_collection", "_managed_collision_modules"
 

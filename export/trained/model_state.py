@@ -1,159 +1,23 @@
-"""Modules that are not ours: a copy to follow and to run, in eval mode and in silence; names of its parts; and what
-it keeps of its calls.
-"""
+"""What a model keeps between calls beside its parameters and buffers."""
 
 import copy
-import logging
 import sys
-import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from export.errors import ModelError, last_line
+from export.trained.model_copy import MODULE_DICTS
 from export.trained.source_location import is_user_code
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drop what TorchRec and torch log, and their warnings of each other's code."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            for about in ("instance-level annotations", "quantized tensor creation functions"):
-                warnings.filterwarnings("ignore", message=f".*{about}", category=UserWarning)
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            yield
-    finally:
-        logging.disable(disabled)
-
-
-# Where a module keeps its parts, each of which is looked at by itself.
-_PARTS = ("_modules", "_parameters", "_buffers")
-
-
-def on_cpu(model: nn.Module) -> nn.Module:
-    """`model`; where it has tensors on another device, such as a GPU, a copy of it whose tensors are on the CPU.
-
-    Its tables are copied to the memory of the host, too. What is on the meta device stays there. A module that says
-    in a `torch.device` where it makes tensors makes them on the CPU.
-
-    Raises:
-        ModelError: it cannot be copied.
-    """
-    attributes = [value for part in model.modules() for value in vars(part).values()]
-    values = [*model.parameters(), *model.buffers(), *attributes]
-    moved = {id(value): brought for value in values if (brought := _brought(value)) is not value}
-    return copied(model, (), moved) if moved else model
-
-
-def _brought(value: object) -> object:
-    """A tensor on the CPU, or the CPU, in place of one that is elsewhere; of anything else itself."""
-    if not isinstance(value, Tensor | torch.device):
-        return value
-    device = value if isinstance(value, torch.device) else value.device
-    if device.type in ("cpu", "meta"):
-        return value
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    numbers = value.detach().cpu()
-    return nn.Parameter(numbers, value.requires_grad) if isinstance(value, nn.Parameter) else numbers
-
-
-def copied(
-    model: nn.Module, collections: Iterable[nn.Module], instead: Mapping[int, object] = MappingProxyType({})
-) -> nn.Module:
-    """A copy of `model`: modules, weights, buffers, hooks, and whatever else its modules hold.
-
-    Args:
-        model: the model.
-        collections: parts of it. Their parameters and buffers are shared, not copied, because tables are large. Those
-            that a layer has, too, are copied: the layer may write to them. Objects that cannot be copied are shared,
-            such as a lock.
-        instead: what takes the place of an object, by its id.
-
-    Raises:
-        ModelError: it cannot be copied.
-    """
-    inside = {part for collection in collections for part in collection.modules()}
-    others = [part for part in model.modules() if part not in inside]
-    tied = {id(tensor) for part in others for tensor in (*part._parameters.values(), *part._buffers.values())}
-    of_tables = [tensor for part in inside for tensor in (*part._parameters.values(), *part._buffers.values())]
-    shared: dict[int, object] = {
-        id(tensor): tensor for tensor in of_tables if tensor is not None and id(tensor) not in tied
-    }
-    shared |= instead
-    with suppress(Exception):  # its code may raise anything
-        return copy.deepcopy(model, {**shared})
-    attributes = [value for part in model.modules() for name, value in vars(part).items() if name not in _PARTS]
-    shared |= {
-        id(value): _alike(value) for value in attributes if not (id(value) in shared or _copies(value, shared))
-    }
-    try:
-        return copy.deepcopy(model, {**shared})
-    except Exception as error:  # its code may raise anything
-        raise ModelError(f"{type(model).__name__}: cannot be copied (copy.deepcopy): {last_line(error)}") from error
-
-
-def _alike(value: object) -> object:
-    """A tensor with the numbers of one that was computed, which torch does not copy; of anything else itself."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _copies(value: object, shared: Mapping[int, object]) -> bool:
-    try:
-        copy.deepcopy(value, {**shared})
-    except Exception:  # it may raise anything
-        return False
-    return True
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode; afterwards its parts have their modes again."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
-
-
-def check_untouched(where: str, module: nn.Module) -> None:
-    """Refuse a module whose call is more than the forward of its class."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if hooks or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
-        raise ModelError(
-            f"{where}: has a hook, or a forward of its own, which may change what is looked up: remove it"
-        )
-
-
-def holds(module: nn.Module, collections: Collection[nn.Module]) -> bool:
-    """Whether a collection is in `module`, or is it."""
-    return any(part in collections for part in module.modules())
-
-
-def named(path: str, module: nn.Module) -> str:
-    """The path and the class of a module, for messages."""
-    return f"{path} ({type(module).__name__})" if path else type(module).__name__
-
-
-def dotted(*parts: str) -> str:
-    """Join the parts of a module's path. The path of the outermost module is ""."""
-    return ".".join(filter(None, parts))
-
-
 @dataclass(frozen=True, slots=True)
-class Held:
+class StateItem:
     """Something that a model keeps beside its parameters and buffers: a number, a tensor, or a container.
 
     Attributes:
@@ -168,7 +32,7 @@ class Held:
     value: Any
     seen: Any
 
-    def is_as(self, other: "Held | None") -> bool:
+    def equals(self, other: "StateItem | None") -> bool:
         """Whether it is what it was."""
         if other is None or type(other.seen) is not type(self.seen):
             return False
@@ -179,7 +43,7 @@ class Held:
             return len(self.seen) == len(other.seen)
         return bool(self.seen == other.seen)
 
-    def count_on(self, calls: int) -> None:
+    def add_calls(self, calls: int) -> None:
         """Have it look as after so many more calls. A container does not get larger than by `_MANY`."""
         if isinstance(self.value, Tensor):
             more = torch.tensor(calls).to(self.value.dtype)  # what does not fit is another number, too
@@ -193,7 +57,7 @@ class Held:
         else:
             self._set(not self.value if isinstance(self.value, bool) else self.value + calls)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Have it be what it was: classes and files are not the copy's alone."""
         if type(self.value) in _CONTAINERS:
             self.value.clear()
@@ -209,26 +73,30 @@ class Held:
 
 # More than a container of a model gets larger by.
 _MANY = 1_003
+
+
 # So many things that a model keeps are looked at.
 _MOST_HELD = 100_000
+
+
 _NUMBERS, _CONTAINERS = (int, float, bool), (list, dict, set, deque)
 
 
-def held(model: nn.Module) -> dict[tuple[int, Any], Held]:
+def model_state(model: nn.Module) -> dict[tuple[int, Any], StateItem]:
     """All that a model keeps: in its parts and their classes, in objects of the user's own classes, and in what the
     code of its classes names of its files.
     """
     kinds = dict.fromkeys(kind for part in model.modules() for kind in type(part).__mro__ if _is_own(kind))
     waiting = deque(each for owner in (*model.modules(), *kinds) for each in _items(owner))
     waiting.extend(_named(kinds))
-    found: dict[tuple[int, Any], Held] = {}
+    found: dict[tuple[int, Any], StateItem] = {}
     seen: set[int] = {id(each) for each in (*model.modules(), *kinds)}
     while waiting and len(found) < _MOST_HELD:
         owner, key, value = waiting.popleft()
         is_small = isinstance(value, Tensor) and value.numel() < _MANY and not value.is_meta
         if (is_small or type(value) in (*_NUMBERS, *_CONTAINERS)) and not isinstance(owner, tuple):
             seen_as = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-            found[id(owner), key] = Held(owner, key, value, seen_as)
+            found[id(owner), key] = StateItem(owner, key, value, seen_as)
         for each in _holders(value):
             if id(each) not in seen:
                 seen.add(id(each))
@@ -259,7 +127,7 @@ def _items(owner: Any) -> list[tuple[Any, Any, Any]]:
         given = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
         slots = [name for each in given for name in ((each,) if isinstance(each, str) else each)]
         named |= {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
-    return [(owner, name, each) for name, each in named.items() if name not in _PARTS]
+    return [(owner, name, each) for name, each in named.items() if name not in MODULE_DICTS]
 
 
 def _named(kinds: Iterable[type]) -> Iterator[tuple[Any, Any, Any]]:

@@ -20,7 +20,7 @@ from torchrec.modules.itep_modules import GenericITEPModule
 
 from export import export_model
 from export.errors import ModelError
-from export.trained.modules import find_collections
+from export.trained.find_collections import find_collections
 from serving.bundle.load import open_bundle
 from tests.support.wrapped_collections import Around, Hash, pooled
 

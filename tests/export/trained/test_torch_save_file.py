@@ -25,14 +25,14 @@ from typer.testing import CliRunner
 from export import ExportConfig, WeightDtype, export_model
 from export.__main__ import app
 from export.errors import CheckpointError
-from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFiles
-from export.trained.sources import InFile, StoredTable
+from export.trained.stored_tensors import InFile, StoredTensor
+from export.trained.torch_save_file import locate_tensors
 from serving.engine import Engine
 from tests.support.models import collection
 
 
-def located(path: Path) -> dict[str, StoredTable]:
+def located(path: Path) -> dict[str, StoredTensor]:
     return locate_tensors(CheckpointFiles(path.parent).open(path.name)).tensors
 
 

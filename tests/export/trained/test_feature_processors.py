@@ -16,8 +16,8 @@ from export import export_model
 from export.config import ExportConfig
 from export.errors import CheckpointError, ModelError
 from export.pipeline import plan_model
+from export.trained.find_collections import find_collections
 from export.trained.model_weights import open_weights
-from export.trained.modules import find_collections
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability

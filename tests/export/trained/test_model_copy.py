@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from export.trained.running import on_cpu
+from export.trained.model_copy import on_cpu
 from tests.support.on_gpu import GPU, OnGpu, to_gpu
 
 

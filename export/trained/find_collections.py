@@ -1,7 +1,7 @@
 """Find the collections of a module that can be served. Modules that change their ids or weights are refused by name.
 
 A collection is served alone: its tables answer the ids of a request. The trained model answers the same only if every
-module above the collection hands on its ids unchanged (`export.trained.follow`).
+module above the collection hands on its ids unchanged (`export.trained.trace_to_collections`).
 """
 
 from collections.abc import Collection, Iterator
@@ -24,9 +24,18 @@ from torchrec.modules.mc_embedding_modules import (
 )
 
 from export.errors import ModelError
-from export.trained.follow import INSTEAD, followed, goes_on
-from export.trained.managed import inner_of, unknown_managed, unknown_processors
-from export.trained.running import check_untouched, copied, dotted, holds, named
+from export.trained.feature_processors import unknown_processors
+from export.trained.managed_collision import unknown_managed
+from export.trained.model_copy import copy_model
+from export.trained.module_paths import dotted, named
+from export.trained.trace_to_collections import (
+    INSTEAD,
+    check_untouched,
+    continues_after_collections,
+    holds,
+    trace_to_collections,
+)
+from export.trained.wrapped_collections import inner_of
 
 SERVED = (
     EmbeddingBagCollection,
@@ -59,7 +68,7 @@ _SEVERAL = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCollections:
     """The collections of a module, and the parts of the module that are not served.
 
     Attributes:
@@ -75,12 +84,12 @@ class Found:
     left_out: tuple[str, ...]
 
 
-def find_collections(module: nn.Module, *, follow: bool = True) -> Found:
+def find_collections(module: nn.Module, *, trace: bool = True) -> FoundCollections:
     """Find the collections of `module` that can be served alone.
 
     Args:
         module: the module.
-        follow: whether its forward is followed here. Otherwise `export.capture` does it, from an example of a call.
+        trace: whether to trace its forward. `export.capture` traces it instead where there is an example of a call.
 
     Raises:
         ModelError: there is none; or one is of a kind, or behind a module, that is not known to be served right; or
@@ -96,25 +105,25 @@ def find_collections(module: nn.Module, *, follow: bool = True) -> Found:
         )
     for path, collection in collections.items():
         _check_collection(named(path, collection), collection)
-    module = copied(module, collections.values())
+    module = copy_model(module, collections.values())
     collections = {path: module.get_submodule(path) for path in collections}
     entries, left_out = [], []
-    if not follow:
+    if not trace:
         behind = (
             () if module in collections.values() else (f"{type(module).__name__}.forward behind its collections",)
         )
-        return Found(module, collections, (Entry(module, _SEVERAL),), behind)
+        return FoundCollections(module, collections, (Entry(module, _SEVERAL),), behind)
     for path, entry in _entries("", module, collections.values()):
         if entry in collections.values():
             entries.append(Entry(entry, 1))
             continue
-        graph = followed(path, entry, collections.values())
+        graph = trace_to_collections(path, entry, collections.values())
         inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
         entries.append(Entry(entry, len(inputs)))
-        if goes_on(graph):
+        if continues_after_collections(graph):
             left_out.append(f"{type(entry).__name__}.forward behind its collections")
     left_out += _beside("", module, collections.values())
-    return Found(module, collections, tuple(entries), tuple(left_out))
+    return FoundCollections(module, collections, tuple(entries), tuple(left_out))
 
 
 def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

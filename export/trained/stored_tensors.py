@@ -14,7 +14,7 @@ from export.trained.checkpoint_files import CheckpointFile
 _SPAN_BYTES = 1 << 22
 
 
-class StoredTable(Protocol):
+class StoredTensor(Protocol):
     """A tensor [rows, …] in a module or a file, such as a matrix [rows, dim]. A single number is a vector [1]."""
 
     @property
@@ -69,7 +69,7 @@ def _without(numbers: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class NotPlain:
+class UnreadableTensor:
     """A tensor of a checkpoint that is no plain one: it is only in the way if a model needs it.
 
     Attributes:

@@ -17,7 +17,7 @@ import torch
 
 from export.errors import CheckpointError
 from export.trained.checkpoint_files import CheckpointFile
-from export.trained.sources import InFile, NotPlain, StoredTable
+from export.trained.stored_tensors import InFile, StoredTensor, UnreadableTensor
 
 # The most dicts in one another that are looked into.
 _DEEPEST = 64
@@ -37,7 +37,7 @@ class Archive(NamedTuple):
             notes them in the `_metadata` of its result; a copy of the items does not have them.
     """
 
-    tensors: dict[str, StoredTable]
+    tensors: dict[str, StoredTensor]
     versions: dict[str, int]
 
 
@@ -366,10 +366,10 @@ def _flatten(where: str, loaded: object) -> tuple[Archive, list[str]]:
     return archive, objects
 
 
-def _not_plain(where: str, key: str, path: str) -> NotPlain:
+def _not_plain(where: str, key: str, path: str) -> UnreadableTensor:
     kind = path.rpartition(".")[2]
     if "sharded_tensor" in path or kind == "DTensor":
         instead = "save the model with torch.distributed.checkpoint and give the folder, or save its whole tensors"
     else:
         instead = "save a dense tensor in its place"
-    return NotPlain(where, key, f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}", instead)
+    return UnreadableTensor(where, key, f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}", instead)

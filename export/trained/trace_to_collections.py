@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx, nn
 
 from export.errors import ModelError, first_line
+from export.trained.eval_mode import evaluating, quiet
 from export.trained.keyed_tracer import KeyedTracer
-from export.trained.running import check_untouched, dotted, evaluating, holds, named, quiet
+from export.trained.module_paths import dotted, named
 from export.trained.source_location import line_of_error
 
 # What may be done to an input on the way: choose parts of it, or move it to a device. The ids stay the same.
@@ -23,7 +24,7 @@ _VIEWS = ("detach", "view", "t", "transpose", "select", "narrow", "view_as", "ex
 INSTEAD = "export the collection itself, if the ids of your requests are what it is to look up"
 
 
-def followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -> fx.Graph:
+def trace_to_collections(path: str, entry: nn.Module, collections: Collection[nn.Module]) -> fx.Graph:
     """Follow the forward of `entry`, and check that every collection gets inputs of `entry` unchanged.
 
     A forward that cannot be followed to its end is followed as far as possible. All collections must be called by
@@ -78,7 +79,7 @@ class _Tracer(KeyedTracer):
 def _check_given(path: str, entry: nn.Module, call: fx.Node, above: Collection[nn.Module]) -> None:
     """Refuse a call of a collection whose argument is no input of `entry`, or an input that may have been changed."""
     given: Any = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-    while isinstance(given, fx.Node) and selects(given):
+    while isinstance(given, fx.Node) and selects_ids(given):
         given = given.args[0]
     if not isinstance(given, fx.Node) or given.op != "placeholder" or _is_changed(given):
         blamed = entry
@@ -91,7 +92,21 @@ def _check_given(path: str, entry: nn.Module, call: fx.Node, above: Collection[n
         )
 
 
-def selects(node: fx.Node) -> bool:
+def check_untouched(where: str, module: nn.Module) -> None:
+    """Refuse a module whose call is more than the forward of its class."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if hooks or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        raise ModelError(
+            f"{where}: has a hook, or a forward of its own, which may change what is looked up: remove it"
+        )
+
+
+def holds(module: nn.Module, collections: Collection[nn.Module]) -> bool:
+    """Whether a collection is in `module`, or is it."""
+    return any(part in collections for part in module.modules())
+
+
+def selects_ids(node: fx.Node) -> bool:
     """Whether a step of a graph chooses among ids, or moves them, and does not change them."""
     if node.op == "call_method":
         return node.target in _SELECTING_METHODS
@@ -124,7 +139,7 @@ def _is_written(node: fx.Node) -> bool:
     return False
 
 
-def goes_on(graph: fx.Graph) -> bool:
+def continues_after_collections(graph: fx.Graph) -> bool:
     """Whether the forward does anything with what its collections answer."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     return any(user.op != "output" for call in calls for user in call.users) or not any(
