@@ -143,6 +143,7 @@ class Engine(Closing):
         schema: the features that requests are validated against.
         table_files: its weights, mapped.
         ranks: where partial sums come from.
+        dense_part: the dense part, and the file that it was loaded from. None: the bundle has no scores.
 
     Raises:
         As `open`.
@@ -170,6 +171,7 @@ class Engine(Closing):
             weakref.finalize(self, os.close, hold(folder))
         self.schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
         self._dense = DenseProgram(bundle, self.schema) if isinstance(self.schema, ScoringSchema) else None
+        self.dense_part = None if self._dense is None else self._dense.loaded
         self._weighted_keys = bundle.manifest.weighted_keys
 
     @classmethod

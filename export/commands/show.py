@@ -18,7 +18,7 @@ from serving.bundle.load import Bundle, versions
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.plan import ROUTER
 from serving.bundle.release import release_path
-from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput
+from serving.bundle.scores import DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.tables.memory_need import MemoryNeed, shared_bytes_of
@@ -245,8 +245,13 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
             *(f"{each.kind.value.lower()} of {each.name}" for each in part.jagged if each.name not in part.by_id),
         ]
     )
-    size = size_text(manifest.files[SCORES].size_bytes)
-    out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True, markup=False)
+    fastest, *slower = part.files_by_speed
+    size = size_text(manifest.files[fastest.name].size_bytes)
+    out.print(f"{fastest.name}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True, markup=False)
+    for file in slower:
+        size = size_text(manifest.files[file.name].size_bytes)
+        time = "" if file.relative_time is None else f", {file.relative_time:.2f} times its time"
+        out.print(f"{file.name}: {size}, answers as {fastest.name}{time}", soft_wrap=True, markup=False)
     rules = [f"exactly {length} ids of {key}" for key, length in part.fixed_lengths.items()]
     rules += [f"as many ids of {', '.join(others)} as of {first}" for first, *others in part.together]
     for rule in rules:

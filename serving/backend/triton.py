@@ -41,6 +41,7 @@ from serving.errors import (
     shown,
 )
 from serving.log import Sampled, about_model
+from serving.lookup.dense_files import LoadedDensePart
 from serving.lookup.instruction_set import instruction_set, slow_kernels
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, PassedOver, read_captured
@@ -134,6 +135,9 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     def warns(event: str) -> Callable[[str], None]:
         return about_model(pb_utils.Logger.log_warn, event, args["model_name"], args["model_version"])
 
+    if engine.dense_part is not None:
+        says = about_model(pb_utils.Logger.log_info, "dense_part", args["model_name"], args["model_version"])
+        _say_dense_part(engine.dense_part, says, warns("dense_part"))
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
@@ -180,6 +184,13 @@ def _lookup_metrics(
         kernels=kernels,
         has_slow_kernels=advice is not None,
     )
+
+
+def _say_dense_part(dense_part: LoadedDensePart, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Log which file makes scores, and which faster ones could not be loaded."""
+    for failure in dense_part.failures:
+        warn(failure)
+    say(f"scores are made by {dense_part.file.name}, {dense_part.file.format.value}")
 
 
 def _warm_up(engine: Engine, model: Path, warn: Callable[[str], None]) -> None:

@@ -5,7 +5,8 @@ A bundle is one version of a Triton model::
     model.py             from serving.backend import TritonPythonModel
     manifest.json        the types below, as JSON
     program.pt           TorchScript, without weights
-    scores.pt            the dense part, if there is one: TorchScript with its weights
+    scores.pt            the dense part, if there is one, with its weights: TorchScript
+    scores.pt2           the same as an exported program
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
     ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
@@ -48,6 +49,7 @@ class Capability(StrEnum):
     """What a bundle may require of its reader. A reader refuses by name what it does not know."""
 
     COMPACTED = "compacted"
+    DENSE_FILES = "dense_files"
     DENSE_PART = "dense_part"
     HOSTS = "hosts"
     ID_MAPS = "id_maps"
@@ -163,6 +165,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         maps = [table.id_map for table in self.tables if table.id_map is not None]
         needed = {
             Capability.COMPACTED: self.compacted is not None,
+            Capability.DENSE_FILES: self.dense_part is not None and bool(self.dense_part.files),
             Capability.DENSE_PART: self.dense_part is not None,
             Capability.HOSTS: bool(self.hosts) or self.part_of is not None,
             Capability.ID_MAPS: bool(maps),

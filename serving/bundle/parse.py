@@ -20,7 +20,7 @@ from serving.bundle.manifest import (
 )
 from serving.bundle.parse_dense_part import in_dense_part
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, host_model, tiling_error
-from serving.bundle.scores import SCORES
+from serving.bundle.scores import SCORES_FILES
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files import UNREADABLE, json_tree
@@ -28,7 +28,7 @@ from serving.files import UNREADABLE, json_tree
 # Formats that only releases before the first one wrote.
 _PRE_RELEASES = range(1, FORMAT_VERSION)
 # The names of a bundle's other files.
-_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
+_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, IDS)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
@@ -226,14 +226,14 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
             continue
         if name in rank_of:
             yield f"rank {number}: expected a file of weights of its own, got {name!r}, that of rank {rank_of[name]}"
-        if name in _RESERVED:
+        if name in _RESERVED or SCORES_FILES.fullmatch(name):
             yield f"rank {number}: expected a file of weights, got {name!r}, which is another file of a bundle"
         if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
             yield f"rank {number}: files: {name!r} leaves the bundle"
         rank_of[name] = number
     used = {MODEL, PROGRAM, *manifest.mapped_files}
     if manifest.dense_part is not None:
-        used.add(SCORES)
+        used |= {file.name for file in manifest.dense_part.files_by_speed}
     for name in sorted(used ^ manifest.files.keys()):
         difference = "no" if name in used else "another"
         yield f"files: expected each file of the bundle but its manifest and signature, got {difference} {name!r}"

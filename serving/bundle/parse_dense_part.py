@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DensePart, JaggedKind, wrong_names
+from serving.bundle.scores import SCORES_FILES, DensePart, JaggedKind, wrong_names
 
 # numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
@@ -31,6 +31,7 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
     yield from _by_id(manifest, part)
     yield from _in_jagged(manifest, part)
     yield from _in_lengths(manifest, part)
+    yield from _in_files(part)
 
 
 def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
@@ -82,6 +83,15 @@ def _in_lengths(manifest: Manifest, part: DensePart) -> Iterator[str]:
         or min(map(len, part.together), default=2) < 2
     ):
         yield f"dense_part: together: expected groups of two keys or more, each key in one, got {part.together}"
+
+
+def _in_files(part: DensePart) -> Iterator[str]:
+    names = [file.name for file in part.files]
+    for file in part.files:
+        if not SCORES_FILES.fullmatch(file.name) or names.count(file.name) > 1:
+            yield f"dense_part: files: expected a name that begins with 'scores.', once, got {file.name!r}"
+        if file.relative_time is not None and not file.relative_time > 0:
+            yield f"dense_part: files: {file.name!r}: relative_time: expected a number > 0, got {file.relative_time}"
 
 
 def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:

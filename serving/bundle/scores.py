@@ -1,6 +1,7 @@
 """The dense part of a model in its bundle: the layers after the collections. It turns embeddings into scores."""
 
 import enum
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 from serving.bundle.tables import is_name
 from serving.files import Strict
 
-# The file of a bundle with the dense part: TorchScript with its weights.
+# The file of a bundle with the dense part as TorchScript, with its weights.
 SCORES = "scores.pt"
+# The names of all files with the dense part match this.
+SCORES_FILES = re.compile(r"scores(\.[A-Za-z0-9_-]+)+")
 # Names of other tensors in requests and answers.
 RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
@@ -23,6 +26,31 @@ class DenseDtype(enum.Enum):
     FP32 = "FP32"
     BF16 = "BF16"
     INT8 = "INT8"
+
+
+class DenseFormat(enum.Enum):
+    """What a file with the dense part was written by.
+
+    TORCHSCRIPT: `torch.jit.save`.
+    EXPORTED_PROGRAM: `torch.export.save`.
+    """
+
+    TORCHSCRIPT = "TORCHSCRIPT"
+    EXPORTED_PROGRAM = "EXPORTED_PROGRAM"
+
+
+class DenseFile(Strict, frozen=True, omit_defaults=True):
+    """A file of the bundle that has the whole dense part. All of them answer alike.
+
+    Attributes:
+        name: of the file.
+        relative_time: the time of a call, divided by that of the first file's. The export measured it. None: there is
+            nothing to compare with.
+    """
+
+    name: str
+    format: DenseFormat
+    relative_time: float | None = None
 
 
 class InputDtype(enum.Enum):
@@ -204,6 +232,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         fixed_lengths: the number of ids in each bag of a key, in requests for scores.
         together: groups of keys that have equally many ids in each sample, in requests for scores: the model places
             their rows side by side.
+        files: the files that have the dense part, the fastest first. Empty: `scores.pt`, as TorchScript.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -215,6 +244,12 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     jagged: tuple[JaggedInput, ...] = ()
     fixed_lengths: dict[str, int] = msgspec.field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
+    files: tuple[DenseFile, ...] = ()
+
+    @property
+    def files_by_speed(self) -> tuple[DenseFile, ...]:
+        """The files that have the dense part, in the order in which a reader tries them."""
+        return self.files or (DenseFile(SCORES, DenseFormat.TORCHSCRIPT),)
 
     @property
     def by_sample(self) -> tuple[DenseInput, ...]:

@@ -10,10 +10,9 @@ import torch
 
 from serving.bundle.load import Bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import SCORES, DensePart, JaggedKind
+from serving.bundle.scores import DensePart, JaggedKind
 from serving.errors import BundleError
-from serving.lookup.gemm import prefer_onednn
-from serving.lookup.program import load_torchscript
+from serving.lookup.dense_files import load_dense_part
 from serving.requests.batches import Batch, CombinedBatch, PooledBatch, unmerge_rows
 from serving.requests.jagged_inputs import jagged_inputs, sample_bounds, zero_jagged
 from serving.requests.offsets import concatenate
@@ -31,10 +30,11 @@ _FAILURES = (RuntimeError, ValueError, MemoryError)
 
 
 class DenseProgram:
-    """The second program of a bundle, `scores.pt`.
+    """The second program of a bundle.
 
     Attributes:
         part: its description in the manifest.
+        loaded: the file that it was loaded from, and those that could not be loaded.
 
     Raises:
         BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
@@ -43,10 +43,9 @@ class DenseProgram:
     def __init__(self, bundle: Bundle, schema: ScoringSchema) -> None:
         self.part = part = schema.dense_part
         self._schema = schema
-        path = bundle.path / SCORES
-        program = load_torchscript(bundle, SCORES)
-        prefer_onednn(program)
-        self._forward = program.forward
+        self.loaded = load_dense_part(bundle, part)
+        path = bundle.path / self.loaded.file.name
+        self._forward = self.loaded.forward
         self._dtype = bundle.manifest.output_dtype.numpy
         features = schema.all_features
         self._width = int(features.dims[~features.sequence].sum())

@@ -8,11 +8,13 @@ other processors nothing is changed.
 
 import platform
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 # Numbers in the weight of a layer, from which on oneDNN is worth its call.
 _LARGE_WEIGHT = 1 << 14
@@ -25,8 +27,23 @@ def prefer_onednn(program: torch.jit.ScriptModule) -> None:
     Args:
         program: changed in place; not called before.
     """
-    if _is_amd(_PROCESSORS) and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if _has_faster_onednn():
         replace_large_products(program.graph)
+
+
+def prefer_onednn_in_graph(graph: fx.Graph, weights: Sequence[Any]) -> None:
+    """Have the graph of an exported program make products of large FP32 weights by oneDNN, as `prefer_onednn`.
+
+    Args:
+        graph: changed in place.
+        weights: the values of its first inputs.
+    """
+    if _has_faster_onednn():
+        replace_large_products_in_graph(graph, weights)
+
+
+def _has_faster_onednn() -> bool:
+    return _is_amd(_PROCESSORS) and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _is_amd(processors: Path) -> bool:
@@ -41,8 +58,7 @@ def replace_large_products(graph: Any) -> int:
     replaced = 0
     for node in graph.findAllNodes("aten::linear"):
         inputs = list(node.inputs())
-        weight = inputs[1].toIValue()
-        if weight is None or weight.dtype != torch.float32 or weight.numel() < _LARGE_WEIGHT:
+        if not _is_large(inputs[1].toIValue()):
             continue
         graph.setInsertPoint(node)
         (made,) = graph.insertGraph(_linear().graph, inputs)
@@ -50,6 +66,23 @@ def replace_large_products(graph: Any) -> int:
         node.destroy()
         replaced += 1
     return replaced
+
+
+def replace_large_products_in_graph(graph: fx.Graph, weights: Sequence[Any]) -> int:
+    """Put `linear` in place of each `aten.linear` whose weight is a large FP32 tensor; the number of these."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    large = {node for node, weight in zip(placeholders, weights, strict=False) if _is_large(weight)}
+    products = [
+        node for node in graph.nodes if node.target is torch.ops.aten.linear.default and node.args[1] in large
+    ]
+    for node in products:
+        node.target = linear
+        node.args = (*node.args, None)[:3]
+    return len(products)
+
+
+def _is_large(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dtype == torch.float32 and weight.numel() >= _LARGE_WEIGHT
 
 
 @cache

@@ -49,6 +49,7 @@ def required(manifest: Any) -> list[str]:
     maps = [table["id_map"] for table in tables if "id_map" in table]
     has = {
         "compacted": manifest.get("compacted") is not None,
+        "dense_files": bool((manifest.get("dense_part") or {}).get("files")),
         "dense_part": manifest.get("dense_part") is not None,
         "hosts": bool(manifest.get("hosts")) or manifest.get("part_of") is not None,
         "id_maps": bool(maps),
@@ -157,7 +158,12 @@ class Reader:
         inputs = [given[each["name"]] for each in part["inputs"] if "key" not in each]
         import torch  # `make quick` reads tables without it
 
-        program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
+        file, *_ = part.get("files") or [{"name": "scores.pt", "format": "TORCHSCRIPT"}]
+        content = io.BytesIO(self.files[file["name"]])
+        if file["format"] == "TORCHSCRIPT":
+            forward = torch.jit.load(content).forward  # type: ignore[no-untyped-call]
+        else:
+            forward = torch.export.load(content).module()
         jagged = []
         for each in part.get("jagged", []):
             if each["kind"] == "ROWS":
@@ -169,7 +175,7 @@ class Reader:
             bags = request[each["name"]]
             lengths, values = [len(bag) for bag in bags], [id_ for bag in bags for id_ in bag]
             jagged.append(np.array(lengths, np.int32) if each["kind"] == "LENGTHS" else np.array(values, np.int64))
-        scores = program.forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
+        scores = forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
         for each, numbers in zip(part["outputs"], scores, strict=True):
             assert list(numbers.shape) == [ids[each["key"]] if "key" in each else samples, *each["shape"]]
         return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], scores, strict=True)}

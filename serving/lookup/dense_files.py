@@ -1,0 +1,74 @@
+"""Load the dense part of a bundle: from the fastest of its files that this process can load."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serving.bundle.load import Bundle, read_checked
+from serving.bundle.scores import DenseFile, DenseFormat, DensePart
+from serving.errors import BundleError
+from serving.lookup.exported_program import load_exported_program
+from serving.lookup.gemm import prefer_onednn
+from serving.torchscript import one_line, torchscript
+
+# Takes the embeddings [B, D], the dense inputs and the jagged inputs, in the manifest's order.
+Forward = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDensePart:
+    """The dense part of a bundle in this process.
+
+    Attributes:
+        file: that it was loaded from.
+        forward: runs it.
+        failures: a line for each faster file that could not be loaded.
+    """
+
+    file: DenseFile
+    forward: Forward
+    failures: tuple[str, ...] = ()
+
+
+def load_dense_part(bundle: Bundle, part: DensePart) -> LoadedDensePart:
+    """Load the first file that this process can load.
+
+    Raises:
+        BundleError: it can load none of them, or a file changed after the export.
+    """
+    failures: list[str] = []
+    for file in part.files_by_speed:
+        content = read_checked(bundle.path / file.name, bundle.manifest.files[file.name])
+        try:
+            forward = load_dense_file(file.format, content)
+        except Exception as error:  # torch does not say of which types
+            failures.append(f"{bundle.path / file.name}: torch {torch.__version__} cannot load it: {one_line(error)}")
+            continue
+        return LoadedDensePart(file, forward, tuple(failures))
+    raise BundleError(f"{'; '.join(failures)}: export it again")
+
+
+def load_dense_file(format_: DenseFormat, content: bytes) -> Forward:
+    """Load the content of a file with a dense part.
+
+    Raises:
+        Exception: torch cannot load it.
+    """
+    return _LOADERS[format_](content)
+
+
+def _load_torchscript(content: bytes) -> Forward:
+    with torchscript():
+        program = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
+    prefer_onednn(program)
+    forward: Forward = program.forward
+    return forward
+
+
+_LOADERS: dict[DenseFormat, Callable[[bytes], Forward]] = {
+    DenseFormat.TORCHSCRIPT: _load_torchscript,
+    DenseFormat.EXPORTED_PROGRAM: load_exported_program,
+}

@@ -1,0 +1,64 @@
+"""The dense part as an exported program: what `torch.export.save` wrote, as a function.
+
+Loading one imports what torch.export needs: seconds, and 100 MB in each process. A call runs the operators of the
+graph one by one from Python, which costs a few microseconds for each.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving.lookup.gemm import prefer_onednn_in_graph
+
+# Operators that check what is known: dtype and device of a tensor.
+_CHECKS = ("aten._assert_tensor_metadata.default",)
+
+
+def load_exported_program(content: bytes) -> Callable[..., Sequence[Tensor]]:
+    """The forward of an exported program.
+
+    Args:
+        content: of its file.
+
+    Returns:
+        A function of the program's inputs. It checks neither their number nor their shapes.
+
+    Raises:
+        Exception: torch cannot load it. torch does not say of which type.
+    """
+    import torch.export  # only where it is needed: it takes seconds
+
+    return forward_of(torch.export.load(io.BytesIO(content)))
+
+
+def forward_of(program: "torch.export.ExportedProgram") -> Callable[..., Sequence[Tensor]]:
+    """The forward of an exported program, without the checks that torch.export makes in each call.
+
+    Args:
+        program: with a graph whose nodes are operators. It shares its tensors with the function.
+    """
+    # The graph takes the weights as its first inputs. `ExportedProgram.module` reads them from a module instead. That
+    # takes as long as the operators of a small network.
+    weights = [_tensor(program, spec) for spec in program.graph_signature.input_specs if not _is_user_input(spec)]
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        node.meta.clear()  # fake tensors, which hold the symbols of shapes
+        if str(node.target) in _CHECKS:
+            graph.erase_node(node)
+    prefer_onednn_in_graph(graph, weights)
+    module = torch.fx.GraphModule(program.graph_module, graph)
+    return partial(module.forward, *weights)
+
+
+def _is_user_input(spec: Any) -> bool:
+    return str(spec.kind.name) == "USER_INPUT"
+
+
+def _tensor(program: "torch.export.ExportedProgram", spec: Any) -> Any:
+    """A parameter, a buffer or a constant of a program."""
+    value = program.state_dict[spec.target] if spec.target in program.state_dict else program.constants[spec.target]
+    return value.detach() if isinstance(value, Tensor) else value
