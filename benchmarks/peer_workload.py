@@ -170,7 +170,7 @@ class PeerWorkload:
 
 
 def save_requests(
-    folder: Path, samples: int, arrays: Mapping[str, npt.NDArray[Any]], ours: Sequence[bytes], answer: Floats
+    folder: Path, samples: int, arrays: Mapping[str, Any], ours: Sequence[bytes], answer: Floats
 ) -> None:
     """What the load generator reads of requests with so many samples.
 

@@ -6,10 +6,9 @@ import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from export.errors import ParityError
 from serving.requests.types import Outputs, Tensors
@@ -43,7 +42,7 @@ class FreshProcess:
             ParityError: the process cannot open the bundle, or refuses the probe. It is of no use then.
         """
         with tempfile.TemporaryDirectory() as folder:
-            arrays: dict[str, npt.NDArray[np.generic]] = {"values": probe.values, "lengths": probe.lengths}
+            arrays: dict[str, Any] = {"values": probe.values, "lengths": probe.lengths}
             if probe.weights is not None:
                 arrays["weights"] = probe.weights
             np.savez(Path(folder) / "probe.npz", **arrays)

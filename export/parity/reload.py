@@ -7,6 +7,7 @@ Each line of its input is JSON, [BUNDLE, FOLDER]. It reads FOLDER/probe.npz, wri
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ def main(bundle: Path, folder: Path) -> None:
     engine = Engine.open(bundle)
     probe = np.load(folder / "probe.npz", allow_pickle=False)
     tensors = Tensors(None, probe["values"], probe["lengths"], probe.get("weights"))
-    np.savez(folder / "outputs.npz", **engine.outputs(tensors))
+    np.savez(folder / "outputs.npz", **dict[str, Any](engine.outputs(tensors)))
 
 
 if __name__ == "__main__":

@@ -220,7 +220,8 @@ class CombinedBatch(SequenceBatch):
     @property
     def sequences(self) -> Iterable[int]:
         """As in `SequenceBatch`."""
-        return np.flatnonzero(self.feature_set.sequence).tolist()  # type: ignore[no-any-return]
+        sequences: list[int] = np.flatnonzero(self.feature_set.sequence).tolist()
+        return sequences
 
     def for_scores(self, embeddings: Embeddings, numbers: Sequence[int]) -> Embeddings:  # noqa: ARG002
         """As `PooledBatch.for_scores`, for its only request."""

@@ -245,7 +245,7 @@ class RouterRanks:
             ends = np.take_along_axis(ends, np.array([bounds[feature] for feature in features]), axis=1)
             needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
-                here = np.flatnonzero(needed[:, request])
+                here = np.flatnonzero(needed[:, request]).tolist()
                 tables = frozenset(split.asked[rank].tables[segment] for segment in here)
                 if refused := frozenset(
                     table for table in tables if self._on_shard_failure[table] is OnShardFailure.ERROR

@@ -1,8 +1,10 @@
 """Requests that keep to the contract, made by rule."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.fuzz.contract import Dense, Model
@@ -89,7 +91,7 @@ def _asking(
     return request, samples, {name: int(bags.sum()) for name, bags in by_name.items()}
 
 
-def _dense(random: Random, rows: int, of: Dense) -> "np.ndarray":  # type: ignore[type-arg]
+def _dense(random: Random, rows: int, of: Dense) -> "npt.NDArray[Any]":
     """Numbers, a row for each sample or id, some of which may be none."""
     shape = (rows, *of.shape)
     if of.datatype != "FP32":
@@ -101,7 +103,7 @@ def _dense(random: Random, rows: int, of: Dense) -> "np.ndarray":  # type: ignor
     return numbers
 
 
-def add_input(request: "pb.ModelInferRequest", name: str, datatype: str, array: "np.ndarray") -> None:  # type: ignore[type-arg]
+def add_input(request: "pb.ModelInferRequest", name: str, datatype: str, array: "npt.NDArray[Any]") -> None:
     """Add an input, [1, *shape]."""
     request.inputs.add(name=name, datatype=datatype, shape=[1, *array.shape])
     request.raw_input_contents.append(array.tobytes())
@@ -109,4 +111,4 @@ def add_input(request: "pb.ModelInferRequest", name: str, datatype: str, array: 
 
 def pick(random: Random, values: Sequence[object]) -> object:
     """One of some values."""
-    return values[random.integers(len(values))]
+    return values[int(random.integers(len(values)))]

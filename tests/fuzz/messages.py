@@ -137,7 +137,7 @@ def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> N
         if name != "values":
             edges = [*LENGTHS, 0, 1] if name == "lengths" else NUMBERS
         start = int(random.integers(len(raw) // size)) * size
-        number = struct.pack(kind, edges[random.integers(len(edges))])
+        number = struct.pack(kind, edges[int(random.integers(len(edges)))])
         request.raw_input_contents[at] = raw[:start] + number + raw[start + size :]
 
 

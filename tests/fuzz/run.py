@@ -76,7 +76,7 @@ def fuzz(address: str, server: psutil.Process, models: Sequence[Model], count: i
     with grpc.insecure_channel(address, LIMITS) as channel:
         call = channel.unary_unary(METHOD)
         while len(outcome.wrong) < 10 and outcome.sent < count:
-            model = models[random.integers(len(models))]
+            model = models[int(random.integers(len(models)))]
             well = [good(model, random) for _ in range(WELL)]
             hostile = _hostile(model, random, min(TOGETHER, count - outcome.sent))
             _send_together(call, models, well, hostile, random, outcome)

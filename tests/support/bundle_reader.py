@@ -148,7 +148,7 @@ class Reader:
             if self.tables[each["table"]]["pooling"] != "NONE"
         ]
         every = np.concatenate([np.empty((samples, 0), FLOATS[self.manifest["output_dtype"]]), *pooled], axis=1)
-        given = {
+        given: dict[str, npt.NDArray[Any]] = {
             each["name"]: np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]
         }
         ids = {key: sum(map(len, bags)) for key, bags in request.items()}

@@ -12,7 +12,8 @@ from serving.requests.dense_inputs import accept_dense, encode_dense
 
 LAST = 2**24
 PRICE = DenseInput("price", (1,))
-MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
+MA: Any = np.ma  # its functions have types from numpy 2 on
+MASKED = MA.masked_array([3, 5], [False, True])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from serving.errors import InvalidRequest
 from serving.requests.answers import decode
 from serving.requests.encoding import encode
 
-MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
+MA: Any = np.ma  # its functions have types from numpy 2 on
+MASKED = MA.masked_array([3, 5], [False, True])
 LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}
 VALUES, LENGTHS = [3, 5, 1, 2, 0], [2, 0, 1, 1, 1, 0]
 
