@@ -129,7 +129,7 @@ class PeerWorkload:
     def stored(self, number: int) -> GeneratedTable:
         """The float rows of a table."""
         (table,) = (each for each in collect_tables(self.module()).tables if each.name == f"t{number}")
-        found = self.checkpoint()._at(table.name, table.key)
+        found = self.checkpoint()._stored_at(table.name, table.key)
         assert isinstance(found, GeneratedTable)
         return found
 

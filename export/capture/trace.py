@@ -138,7 +138,7 @@ def _trace(
             raise ModelError(f"{name}: {_refusal(error, log)}") from error
         if log.swallowed:
             raise ModelError(
-                f"{name}: a step cannot be followed{log.swallowed[0]}, and its code goes on without: expected the "
+                f"{name}: a step cannot be traced{log.swallowed[0]}, and its code goes on without: expected the "
                 "same steps, followed or not"
             )
         return inlined(program.module(check_guards=False)), log
@@ -175,7 +175,7 @@ def _refusal(error: Exception, log: BranchLog) -> str:
     line = line_of_error(error)
     if is_data_dependent:
         return f"what its forward does hangs on numbers of the request{line}: {message}: {_way_without(line)}"
-    return f"its forward cannot be followed for any number of samples{line}: {message}"
+    return f"its forward cannot be traced for any number of samples{line}: {message}"
 
 
 def _way_without(line: str) -> str:

@@ -91,7 +91,7 @@ def _trace_forward(model: nn.Module, collections: Collection[nn.Module]) -> fx.G
             return fx.GraphModule(model, _Tracer(collections).trace(model), type(model).__name__)
         except Exception as error:  # the model's code may raise anything
             raise ModelError(
-                f"{type(model).__name__}: its forward cannot be followed{line_of_error(error)}: "
+                f"{type(model).__name__}: its forward cannot be traced{line_of_error(error)}: "
                 f"{first_line(error)}: {WAY_OUT}"
             ) from error
 

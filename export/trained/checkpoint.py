@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from export.errors import CheckpointError
 from export.trained import dcp, safetensors_file
 from export.trained.checkpoint_files import CheckpointFiles
-from export.trained.checkpoint_prefix import ModelKeys, Saved, Taken, take
-from export.trained.stored_tensors import InFile, StoredTensor
+from export.trained.checkpoint_prefix import MatchedKeys, ModelKeys, Saved, match_keys
+from export.trained.stored_tensors import InFile, InMemory, Narrowed, StoredTensor
 from export.trained.tables import TrainedTable
 from export.trained.torch_save_file import locate_tensors
 
@@ -26,58 +25,20 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BLOCK_BYTES = 1 << 21
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """A tensor that a module holds, on any device."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(rows, dim)."""
-        return tuple(self.tensor.shape) or (1,)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its elements."""
-        return self.tensor.dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop): a view [stop − start, dim], or a copy where the tensor is not on the CPU."""
-        return self.tensor.reshape(self.shape)[start:stop].detach().cpu()
-
-
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """A tensor as a module has it whose floats are shorter than those that were saved."""
-
-    stored: StoredTensor
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As that of what was saved."""
-        return self.stored.shape
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop), rounded."""
-        return self.stored.read(start, stop).to(self.dtype)
-
-
 class Checkpoint:
     """The rows of tables, by state-dict key.
 
     Args:
         source: the file, folder or class with the rows, for messages.
         stored: every tensor that may be a table. Several threads read from them at once.
-        files: the files that they are read from; None: they are in none.
-        versions: as `Archive.versions`. None: the checkpoint has to have every weight, whatever its module's version.
+        files: the files that they are read from; None for tensors in memory.
+        versions: as `Archive.versions`. None: every weight must be in the checkpoint, whatever its module's version.
     """
 
-    # Also of a class that reads rows in its own way.
+    # Class attributes, because a subclass that reads rows itself may not call `__init__`.
     _files: CheckpointFiles | None = None
     _versions: Mapping[str, int] | None = None
-    _taken: Taken | None = None
+    _matched: MatchedKeys | None = None
 
     def __init__(
         self,
@@ -93,7 +54,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str | None:
-        """As `CheckpointFiles.fingerprint`; None: the weights are in no file."""
+        """As `CheckpointFiles.fingerprint`; None for tensors in memory."""
         return None if self._files is None else self._files.fingerprint
 
     def check_unchanged(self) -> None:
@@ -113,54 +74,54 @@ class Checkpoint:
             prefix: the prefix to take. None: the only one that fits.
 
         Raises:
-            CheckpointError: none fits, or several do; or two keys of one tensor have other numbers.
+            CheckpointError: no prefix fits, or several do; or two keys of one tensor have different numbers.
         """
-        if type(self).rows is not Checkpoint.rows:  # a class that reads rows in its own way knows whose they are
+        if type(self).rows is not Checkpoint.rows:  # a subclass that reads rows itself knows their tables
             return self
-        taken = take(Saved(self._source, self._stored.keys(), self._versions), keys, prefix)
-        stored = {key: self._stored[saved] for key, saved in taken.keys.items()}
-        stored |= {key: InMemory(keys.defaults[key]) for key in taken.defaults}
+        matched = match_keys(Saved(self._source, self._stored.keys(), self._versions), keys, prefix)
+        stored = {key: self._stored[saved] for key, saved in matched.keys.items()}
+        stored |= {key: InMemory(keys.defaults[key]) for key in matched.defaults}
         for key, twins in keys.twins.items():
-            for other in (twin for twin in twins if twin in taken.keys and twin != key):
-                if key in taken.keys and not _are_equal(stored[key], self._stored[taken.keys[other]]):
+            for saved in (matched.keys[twin] for twin in twins if twin in matched.keys and twin != key):
+                if key in matched.keys and not _are_equal(stored[key], self._stored[saved]):
                     raise CheckpointError(
-                        f"{self._source}: {taken.keys[key]!r} and {taken.keys[other]!r} are one tensor of the model, "
-                        "and have other numbers: expected the same: build the model as it was trained"
+                        f"{self._source}: {matched.keys[key]!r} and {saved!r} are one tensor of the model, and have "
+                        "different numbers here: expected equal ones: build the model as it was trained"
                     )
-            if key not in stored and (saved := keys.saved_as(key, taken.keys)) is not None:
-                stored[key] = self._stored[taken.keys[saved]]
+            if key not in stored and (twin := keys.saved_as(key, matched.keys)) is not None:
+                stored[key] = self._stored[matched.keys[twin]]
         for key, dtype in keys.narrow.items():
             if key in stored and stored[key].dtype is not dtype:
                 stored[key] = Narrowed(stored[key], dtype)
         checkpoint = copy.copy(self)
-        checkpoint._stored, checkpoint._taken = stored, taken
+        checkpoint._stored, checkpoint._matched = stored, matched
         return checkpoint
 
     @property
     def summary(self) -> str | None:
-        """The part of the checkpoint that is the model's, in a line. None: the weights are the module's own."""
-        if self._taken is None:
+        """One line about the keys that were taken from the checkpoint; None for the weights of a module."""
+        if self._matched is None:
             return None
-        under = f"`{self._taken.prefix}` of " if self._taken.prefix else ""
-        keys = "1 key" if self._taken.unused == 1 else f"{self._taken.unused:,} keys"
+        under = f"`{self._matched.prefix}` of " if self._matched.prefix else ""
+        keys = "1 key" if self._matched.unused == 1 else f"{self._matched.unused:,} keys"
         return f"weights from {under}{Path(self._source).name}; {keys} unused"
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.
 
-        bfloat16 is read as float32, which has all its numbers: neither numpy nor FBGEMM's operator takes it.
+        bfloat16 is read as float32, which holds all its numbers: numpy and FBGEMM's operator do not take bfloat16.
         """
-        rows = self._at(f"table {table.name!r}", table.key).read(start, stop)
+        rows = self._stored_at(f"table {table.name!r}", table.key).read(start, stop)
         return rows.float() if rows.dtype is torch.bfloat16 else rows
 
     def tensor(self, key: str, like: Tensor) -> Tensor:
-        """The tensor under a key, with the numbers that load_state_dict would give to `like`: of its shape and dtype.
+        """The tensor under a key, as load_state_dict would copy it to `like`: of that shape and dtype.
 
         Raises:
-            CheckpointError: it is missing, has another shape, or numbers that `like` cannot have: of another kind, or
-                integers outside its dtype.
+            CheckpointError: it is missing, has another shape or kind of dtype, or integers that do not fit the dtype
+                of `like`.
         """
-        stored = self._at("weights", key)
+        stored = self._stored_at("weights", key)
         where, shape = f"{self._source}: weights {key!r}", tuple(like.shape)
         if not _has_shape(stored, shape):
             raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
@@ -176,7 +137,7 @@ class Checkpoint:
         """The finite numbers under a key of the state dict: float32, of that shape.
 
         Args:
-            what: what they are, for messages.
+            what: a description for messages.
             key: the key.
             shape: their shape.
 
@@ -184,7 +145,7 @@ class Checkpoint:
             CheckpointError: they are missing, of another shape or dtype, or not finite.
         """
         where = f"{self._source}: {what}"
-        stored = self._at(what, key)
+        stored = self._stored_at(what, key)
         if not _has_shape(stored, shape):
             raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
         if stored.dtype not in _DTYPES:
@@ -203,7 +164,7 @@ class Checkpoint:
             CheckpointError: they are missing, not `size` many, or not int64.
         """
         where = f"{self._source}: {what}"
-        stored = self._at(what, key)
+        stored = self._stored_at(what, key)
         if stored.shape not in ((size,), (size, 1)):
             raise CheckpointError(f"{where}: {_other_shape((size,), stored)}")
         if stored.dtype is not torch.int64:
@@ -222,13 +183,13 @@ class Checkpoint:
                 bfloat16.
         """
         where = f"{self._source}: table {table.name!r}"
-        stored = self._at(f"table {table.name!r}", table.key)
+        stored = self._stored_at(f"table {table.name!r}", table.key)
         if stored.shape != (table.rows, table.dim):
             raise CheckpointError(f"{where}: {_other_shape((table.rows, table.dim), stored)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
-    def _at(self, what: str, key: str) -> StoredTensor:
+    def _stored_at(self, what: str, key: str) -> StoredTensor:
         if key not in self._stored:
             raise CheckpointError(f"{self._source}: {what}: expected the key {key!r}, which is missing")
         return self._stored[key]
@@ -254,7 +215,7 @@ def _kind_of(dtype: torch.dtype) -> str:
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors have the same numbers: in one place, or when both are read."""
+    """Whether two tensors have the same numbers. Both are read, unless they have the same bytes of a file."""
     if one is other or (isinstance(one, InFile) and one == other):
         return True
     if one.shape != other.shape:
@@ -328,7 +289,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             a folder of torch.distributed.checkpoint, saved by any number of processes.
 
     Raises:
-        CheckpointError: it is none of these, or holds objects that only running code could read.
+        CheckpointError: the path is none of these, or holds objects that only running code could read.
     """
     path = Path(path)
     if path.is_dir() and (path / dcp.METADATA).exists():
@@ -344,14 +305,14 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             return Checkpoint(str(path), safetensors_file.locate_in_file(files.open(path.name)), files, versions={})
         archive = locate_tensors(files.open(path.name))
         return Checkpoint(str(path), archive.tensors, files, archive.versions)
-    found = "a folder with neither" if path.is_dir() else "nothing"
+    got = "a folder with neither" if path.is_dir() else "nothing"
     raise CheckpointError(
-        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {safetensors_file.INDEX}, found {found}"
+        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {safetensors_file.INDEX}, found {got}"
     )
 
 
 def _safetensors_index(path: Path) -> Path | None:
-    """The index of a sharded set of safetensors; None: `path` is no such set."""
+    """The index of a sharded set of safetensors, or None if `path` is no such set."""
     indexes = list(path.glob(safetensors_file.INDEX)) if path.is_dir() else [path]
     is_one = len(indexes) == 1 and indexes[0].match(safetensors_file.INDEX)
     return indexes[0] if is_one and indexes[0].is_file() else None

@@ -1,4 +1,4 @@
-"""The files of a checkpoint. Each is opened once and stays open, so that a file that is replaced is not half read."""
+"""The files of a checkpoint. Each is opened once and stays open, so that old and new content never mix."""
 
 import errno
 import hashlib
@@ -19,7 +19,7 @@ from serving.files import open_file
 
 
 class _Identity(NamedTuple):
-    """What the file system says of a file. It changes whenever the file is written to, or is another file."""
+    """The file system's facts about a file. They change when the file is written to or replaced."""
 
     device: int
     inode: int
@@ -44,8 +44,8 @@ def _difference(before: _Identity, now: _Identity) -> str:
 
 def _changed(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {what} while it was read: expected a checkpoint that stays as it is: wait for the training to "
-        "finish writing it, or give a copy or one that is kept"
+        f"{path}: {what} while it was read: expected a checkpoint that does not change: wait for the training to "
+        "finish writing it, or give a copy"
     )
 
 
@@ -64,9 +64,9 @@ class CheckpointFile:
     Attributes:
         path: the file.
         descriptor: reads it.
-        identity: what the file system said when it was opened.
-        parts: what says where its tensors are: a header or a directory. It must not change either.
-        dated: whether `parts` have no sums of the tensors, so that only its time tells two saves apart.
+        identity: as it was opened.
+        parts: the header or directory that locates its tensors. It must not change either.
+        dated: whether `parts` has no checksums of the tensors, so that only the file's time tells two saves apart.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class CheckpointFile:
         """Bytes [start, start + length): uint8 [length], a copy.
 
         Raises:
-            CheckpointError: the file ends before, or cannot be read.
+            CheckpointError: the file is shorter, or cannot be read.
         """
         numbers = torch.empty(length, dtype=torch.uint8)
         unread = numbers.numpy().data
@@ -108,7 +108,7 @@ class CheckpointFile:
         return self.read(start, length).numpy().tobytes()
 
     def read_part(self, start: int, length: int) -> bytes:
-        """Bytes [start, start + length), which say where tensors are."""
+        """Bytes [start, start + length), which locate tensors, as `parts` records."""
         content = self.read_bytes(start, length)
         self.parts.append(_Part(start, length, hashlib.sha256(content).hexdigest()))
         return content
@@ -132,7 +132,7 @@ class CheckpointFiles:
 
     Args:
         folder: the folder with all of them.
-        patterns: of the names of its files, if the checkpoint is a folder: none may be added or removed.
+        patterns: of the names of its files if the checkpoint is a folder: no file may be added or removed.
     """
 
     def __init__(self, folder: Path, patterns: tuple[str, ...] = ()) -> None:
@@ -141,7 +141,7 @@ class CheckpointFiles:
         self._names = self._list()
 
     def open(self, name: str) -> CheckpointFile:
-        """The file of that name; always the same one.
+        """The file of that name, which is opened once.
 
         Raises:
             CheckpointError: it cannot be opened.
@@ -158,10 +158,10 @@ class CheckpointFiles:
         return file
 
     def check_unchanged(self) -> None:
-        """Refuse what was read, if any file is not what it was when it was opened.
+        """Refuse what was read if any file has changed since it was opened.
 
         Raises:
-            CheckpointError: a file was replaced, written to, cut, removed or added.
+            CheckpointError: a file was replaced, written to, truncated, removed or added.
         """
         if changed := self._list() ^ self._names:
             name = min(changed)
@@ -171,10 +171,10 @@ class CheckpointFiles:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex: two checkpoints that have the same were saved at the same moment.
+        """SHA-256 in hex, equal for two checkpoints only if they were saved at the same moment.
 
-        It is made of the sizes of all files, and of what says where their tensors are. In archives of torch.save,
-        that has the CRC-32 of each tensor. Where it has no such sums, the file's time of modification counts.
+        It covers the sizes of all files and the `parts` that locate tensors. In archives of torch.save these contain
+        the CRC-32 of each tensor. For files without such checksums, it also covers the time of modification.
         """
         single = len(self._files) == 1 and not self._patterns
         states = [
@@ -193,7 +193,7 @@ class CheckpointFiles:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """Open a file; a checkpoint may have more of them than this process may open by default."""
+    """Open a file. A checkpoint may have more files than the default limit of this process."""
     try:
         return open_file(path, follow=True)
     except OSError as error:

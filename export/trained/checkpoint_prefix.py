@@ -104,8 +104,8 @@ def _path_of_module(counter: str, matched: Mapping[str, str]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The part of a checkpoint that is a model's.
+class MatchedKeys:
+    """The keys of a checkpoint that belong to a model.
 
     Attributes:
         prefix: the prefix of its keys, "" or with a dot at its end.
@@ -181,7 +181,7 @@ class _Candidate:
         return len(self.missing), len(self.path), self.path
 
 
-def take(saved: Saved, model: ModelKeys, prefix: str | None = None) -> Taken:
+def match_keys(saved: Saved, model: ModelKeys, prefix: str | None = None) -> MatchedKeys:
     """Find the prefix under which a checkpoint has all keys of a model.
 
     Args:
@@ -196,12 +196,12 @@ def take(saved: Saved, model: ModelKeys, prefix: str | None = None) -> Taken:
     candidates = _candidates(saved, root, model)
     chosen = _only(saved, candidates, model) if prefix is None else _named(saved, root, model, prefix)
     if chosen.missing:
-        others = [
+        alternatives = [
             candidate
             for candidate in candidates
             if candidate.path[: len(chosen.path)] != chosen.path or not candidate.missing
         ]
-        raise _missing(saved, chosen, others, model)
+        raise _missing(saved, chosen, alternatives, model)
     if unexpected := _unexpected(chosen, model):
         raise CheckpointError(
             f"{saved.source}: unexpected keys under {chosen.prefix!r}: {_listed(unexpected)}: the model does not "
@@ -210,7 +210,7 @@ def take(saved: Saved, model: ModelKeys, prefix: str | None = None) -> Taken:
         )
     used = {chosen.keys[name] for key in model.needed if (name := model.saved_as(key, chosen.keys)) is not None}
     unused = len(saved.keys) - len(used | {*chosen.keys.values()})
-    return Taken(chosen.prefix, chosen.keys, chosen.defaults, unused)
+    return MatchedKeys(chosen.prefix, chosen.keys, chosen.defaults, unused)
 
 
 def _candidates(saved: Saved, root: _Node, model: ModelKeys) -> list[_Candidate]:
@@ -222,9 +222,7 @@ def _candidates(saved: Saved, root: _Node, model: ModelKeys) -> list[_Candidate]
         needed = frozenset((name, candidate.keys[name]) for name in _needed_in(candidate, model))
         if needed and (needed not in by_keys or len(path) > len(by_keys[needed].path)):
             by_keys[needed] = candidate
-    return sorted(
-        by_keys.values(), key=lambda candidate: (len(candidate.missing), len(candidate.path), candidate.path)
-    )
+    return sorted(by_keys.values(), key=_Candidate.order)
 
 
 def _root_of(model: ModelKeys) -> _Node:
@@ -337,7 +335,7 @@ def _bare(key: str) -> tuple[str, ...]:
     return tuple(name for name in key.split(".") if name not in WRAPPERS)
 
 
-def _missing(saved: Saved, chosen: _Candidate, others: list[_Candidate], model: ModelKeys) -> CheckpointError:
+def _missing(saved: Saved, chosen: _Candidate, alternatives: list[_Candidate], model: ModelKeys) -> CheckpointError:
     first = chosen.missing[0]
     message = f"{saved.source}: {model.needed[first]}: expected the key {chosen.prefix + first!r}, which is missing"
     if chosen.missing[1:]:
@@ -346,13 +344,14 @@ def _missing(saved: Saved, chosen: _Candidate, others: list[_Candidate], model: 
         message += f"; the model does not have {_listed(unknown)}"
     elif not chosen.keys:
         message += f"; found {_listed(sorted(saved.keys)) or 'nothing'}"
-    fitting = [other.prefix for other in others if not other.missing]
+    fitting = [candidate.prefix for candidate in alternatives if not candidate.missing]
     if fitting:
         message += (
             f"; all are under {_listed(fitting)}: --checkpoint-prefix {fitting[0] or repr('')} takes them from there"
         )
-    elif others:
-        message += f"; no prefix has all: {others[0].prefix!r} lacks {_described(others[0].missing, model)}"
+    elif alternatives:
+        best = alternatives[0]
+        message += f"; no prefix has all: {best.prefix!r} lacks {_described(best.missing, model)}"
     return CheckpointError(message)
 
 

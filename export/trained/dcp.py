@@ -5,8 +5,8 @@ bytes of which file each chunk of a tensor is. Each chunk is an archive of `torc
 group, and never reads all of a chunk at once.
 
 The metadata is a pickle, and a pickle is a program. It is read without running its code: only a few opcodes are
-allowed. A name in it stands for a harmless class of ours, never for an object of torch or Python. A call of such a
-name makes a Part, and a state becomes the Part's attributes.
+allowed. Each name in it is mapped to a harmless class of ours, never to an object of torch or Python. A call of such
+a name makes a Part, and a state becomes the attributes of the Part.
 """
 
 import io
@@ -53,8 +53,8 @@ class _Dict(dict[str | Part, object]):
         super().__setitem__(key, value)
 
 
-# Every name that may be in a FileSystemWriter's metadata, and the class for it. Python 3.13 has another name for
-# paths, and Python before 3.11.4 calls getattr for a member of an enumeration: all are here.
+# Every name that a FileSystemWriter's metadata may contain, and its class. Python 3.13 has another name for paths,
+# and Python before 3.11.4 calls getattr for a member of an enumeration.
 _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA, "TensorStorageMetadata"): TensorPart,
     **dict.fromkeys(
@@ -96,15 +96,15 @@ class _Unpickler(pickle._Unpickler):  # the one written in Python: the one in C 
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
         return _NAMES[module, name]
 
 
 def read_parts(file: CheckpointFile) -> object:
-    """Read metadata as nested parts. `open_folder` checks whether they fit together.
+    """Read metadata as nested parts, which `open_folder` checks.
 
     Raises:
-        CheckpointError: the file cannot be read, or is no such metadata.
+        CheckpointError: the file cannot be read, or is not such metadata.
     """
     content = file.read_part(0, file.size)
     try:
@@ -122,7 +122,7 @@ FILES = (f"{METADATA}*", "*.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor: its first index in each dimension, and where its numbers are."""
+    """A box of a tensor: its first index in each dimension, and its numbers."""
 
     offsets: tuple[int, ...]
     numbers: InFile
@@ -169,7 +169,7 @@ class _Index(msgspec.Struct):
     offset: tuple[int, ...] | None = None
 
 
-class _Place(msgspec.Struct):
+class _Storage(msgspec.Struct):
     relative_path: str
     offset: int
     length: int
@@ -178,29 +178,30 @@ class _Place(msgspec.Struct):
 
 class _Metadata(msgspec.Struct):
     state_dict_metadata: dict[str, object]
-    storage_data: dict[object, _Place]
+    storage_data: dict[object, _Storage]
 
 
-Places = Mapping[tuple[str, tuple[int, ...]], _Place]
+# By key and offsets of a chunk: where its archive is.
+_Storages = Mapping[tuple[str, tuple[int, ...]], _Storage]
 
 
 def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTensor]:
     """The tensors of the checkpoint in the folder `path`, by state-dict key. A number is a vector [1].
 
-    All else in the checkpoint is ignored.
+    Other objects in the checkpoint are ignored.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or does not fit the files beside it.
+        CheckpointError: the metadata cannot be read, or does not match the files of the folder.
     """
     try:
         metadata = msgspec.convert(read_parts(files.open(METADATA)), _Metadata, from_attributes=True)
-        places = {_key(index): place for index, place in metadata.storage_data.items()}
+        storages = {_key(index): storage for index, storage in metadata.storage_data.items()}
         tensors = dict(_tensors(metadata))
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(
             f"{path / METADATA}: expected the metadata of torch.distributed.checkpoint: {error}"
         ) from error
-    return {key: _table(path, key, stored, places, files) for key, stored in tensors.items()}
+    return {key: _table(path, key, stored, storages, files) for key, stored in tensors.items()}
 
 
 def _key(index: object) -> tuple[str, tuple[int, ...]]:
@@ -214,21 +215,25 @@ def _tensors(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
             yield key, msgspec.convert(part, _Stored, from_attributes=True)
 
 
-def _table(path: Path, key: str, stored: _Stored, places: Places, files: CheckpointFiles) -> InChunks:
+def _table(path: Path, key: str, stored: _Stored, storages: _Storages, files: CheckpointFiles) -> InChunks:
     dtype = stored.properties.state[0]
     chunks = []
     for chunk in stored.chunks:
         if 0 in chunk.sizes:
             continue  # a rank without rows
-        place = places.get((key, chunk.offsets))
-        if place is None or place.transform_descriptors or Path(place.relative_path).name != place.relative_path:
-            raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {place}")
-        tensor = locate_tensors(files.open(place.relative_path), place.offset, place.length).tensors.get("")
+        storage = storages.get((key, chunk.offsets))
+        if (
+            storage is None
+            or storage.transform_descriptors
+            or Path(storage.relative_path).name != storage.relative_path
+        ):
+            raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {storage}")
+        tensor = locate_tensors(files.open(storage.relative_path), storage.offset, storage.length).tensors.get("")
         is_plain = isinstance(tensor, InFile) and (tensor.shape, tensor.dtype) == (chunk.sizes or (1,), dtype)
         if not is_plain or len(chunk.offsets) != len(stored.size):
             raise CheckpointError(
-                f"{path / place.relative_path}: {key}: expected {dtype} {list(chunk.sizes)} "
-                f"at byte {place.offset}, found {tensor}"
+                f"{path / storage.relative_path}: {key}: expected {dtype} {list(chunk.sizes)} "
+                f"at byte {storage.offset}, found {tensor}"
             )
         chunks.append(Chunk(chunk.offsets or (0,), cast(InFile, tensor)))
     # Chunks of one tensor never overlap, so the sum of their elements shows whether one is missing.

@@ -25,7 +25,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode; afterwards its parts have their modes again."""
+    """Put `module` into eval mode, and restore the mode of each part at the end of the block."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -21,7 +21,7 @@ def position_weights_of(collection: FeatureProcessedEmbeddingBagCollection) -> d
     processors: Any = getattr(collection, _PROCESSORS)
     if isinstance(processors, PositionWeightedModuleCollection):
         weights = processors.position_weights.items()
-        return {key: (f"{_PROCESSORS}.position_weights.{key}", each) for key, each in weights}
+        return {key: (f"{_PROCESSORS}.position_weights.{key}", weight) for key, weight in weights}
     return {
         key: (f"{_PROCESSORS}.{key}.position_weight", module.position_weight) for key, module in processors.items()
     }

@@ -1,7 +1,7 @@
 """Find the collections of a module that can be served. Modules that change their ids or weights are refused by name.
 
-A collection is served alone: its tables answer the ids of a request. The trained model answers the same only if every
-module above the collection hands on its ids unchanged (`export.trained.trace_to_collections`).
+A collection is served alone: its tables answer the ids of a request. The trained model gives the same answer only if
+every module above the collection passes its ids on unchanged (`export.trained.trace_to_collections`).
 """
 
 from collections.abc import Collection, Iterator
@@ -30,9 +30,9 @@ from export.trained.model_copy import copy_model
 from export.trained.module_paths import dotted, named
 from export.trained.trace_to_collections import (
     INSTEAD,
-    check_untouched,
     continues_after_collections,
-    holds,
+    expect_plain_call,
+    holds_any,
     trace_to_collections,
 )
 from export.trained.wrapped_collections import inner_of
@@ -63,8 +63,8 @@ class Entry:
     inputs: int
 
 
-# Not one: what a module with an example takes is not known to be a KJT alone.
-_SEVERAL = 2
+# The inputs of an entry that is not traced. Not one: it may take more than a KJT.
+_UNTRACED_INPUTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class FoundCollections:
     Attributes:
         module: a copy of the module, to trace and to run. It shares the module's tables.
         collections: the collections, by their path in the module.
-        entries: the modules that are called with ids. A collection that no module wraps is its own entry.
-        left_out: the modules beside the collections, as "path (class)", and forwards that go on after them.
+        entries: the modules that a caller calls with ids. A collection that no module wraps is its own entry.
+        left_out: the other modules, as "path (class)", and forwards that continue after their collections.
     """
 
     module: nn.Module
@@ -92,8 +92,8 @@ def find_collections(module: nn.Module, *, trace: bool = True) -> FoundCollectio
         trace: whether to trace its forward. `export.capture` traces it instead where there is an example of a call.
 
     Raises:
-        ModelError: there is none; or one is of a kind, or behind a module, that is not known to be served right; or
-            the module cannot be copied.
+        ModelError: the module has no collection; a collection's type, or a module above it, is not supported; or the
+            module cannot be copied.
     """
     collections: dict[str, nn.Module] = {}
     for path, collection in _collections("", module):
@@ -109,10 +109,8 @@ def find_collections(module: nn.Module, *, trace: bool = True) -> FoundCollectio
     collections = {path: module.get_submodule(path) for path in collections}
     entries, left_out = [], []
     if not trace:
-        behind = (
-            () if module in collections.values() else (f"{type(module).__name__}.forward behind its collections",)
-        )
-        return FoundCollections(module, collections, (Entry(module, _SEVERAL),), behind)
+        forwards = () if module in collections.values() else (_rest_of_forward(module),)
+        return FoundCollections(module, collections, (Entry(module, _UNTRACED_INPUTS),), forwards)
     for path, entry in _entries("", module, collections.values()):
         if entry in collections.values():
             entries.append(Entry(entry, 1))
@@ -121,9 +119,13 @@ def find_collections(module: nn.Module, *, trace: bool = True) -> FoundCollectio
         inputs = [node for node in graph.nodes if node.op == "placeholder" and not node.args]
         entries.append(Entry(entry, len(inputs)))
         if continues_after_collections(graph):
-            left_out.append(f"{type(entry).__name__}.forward behind its collections")
-    left_out += _beside("", module, collections.values())
+            left_out.append(_rest_of_forward(entry))
+    left_out += _modules_without("", module, collections.values())
     return FoundCollections(module, collections, tuple(entries), tuple(left_out))
+
+
+def _rest_of_forward(module: nn.Module) -> str:
+    return f"{type(module).__name__}.forward behind its collections"
 
 
 def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -136,7 +138,7 @@ def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def _check_collection(where: str, collection: nn.Module) -> None:
-    """Refuse a collection whose answers may differ from those of its tables."""
+    """Refuse a collection whose answers may differ from lookups in its tables."""
     if isinstance(collection, ShardedModule):
         raise ModelError(
             f"{where}: is sharded over processes: give the unsharded module, and its weights as a folder of "
@@ -152,11 +154,11 @@ def _check_collection(where: str, collection: nn.Module) -> None:
         _check_managed(where, collection)
     if isinstance(collection, EmbeddingCollectionInterface) and collection.need_indices():
         raise ModelError(
-            f"{where}: need_indices: expected False: answers hold no ids, which whoever asks has: make it without"
+            f"{where}: need_indices: expected False, since answers hold no ids: make the collection without it"
         )
     for path, part in collection.named_modules():
         if type(part) is not nn.ParameterDict:  # it is never called: its __call__ raises
-            check_untouched(dotted(where, path), part)
+            expect_plain_call(dotted(where, path), part)
         kind = next((kind for kind in (nn.EmbeddingBag, nn.Embedding) if isinstance(part, kind)), None)
         if kind is not None and (type(part) is not kind or part.max_norm is not None or part.padding_idx is not None):
             raise ModelError(
@@ -176,18 +178,16 @@ def _check_processed(where: str, collection: FeatureProcessedEmbeddingBagCollect
 
 
 def _check_managed(where: str, collection: BaseManagedCollisionEmbeddingCollection) -> None:
-    """Refuse managed collision modules that are not known to be reproduced, and a collection behind them."""
+    """Refuse managed collision modules that are not reproduced exactly, and check the collection inside."""
     for path, module, why in unknown_managed(collection):
-        raise ModelError(
-            f"{where}: {path} ({type(module).__name__}): {why}: it is not known to be served right: {INSTEAD}"
-        )
+        raise ModelError(f"{where}: {named(path, module)}: {why}: not supported: {INSTEAD}")
     path, inner = inner_of(collection)
     _check_collection(f"{where}: {path}", inner)
 
 
 def _entries(path: str, module: nn.Module, collections: Collection[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules with a forward and collections, and their paths. Only containers are around them."""
-    if not holds(module, collections):
+    """The outermost modules with a forward and collections, and their paths. Only containers hold these modules."""
+    if not holds_any(module, collections):
         return
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         yield path, module
@@ -196,12 +196,12 @@ def _entries(path: str, module: nn.Module, collections: Collection[nn.Module]) -
         yield from _entries(dotted(path, name), child, collections)
 
 
-def _beside(path: str, module: nn.Module, collections: Collection[nn.Module]) -> Iterator[str]:
+def _modules_without(path: str, module: nn.Module, collections: Collection[nn.Module]) -> Iterator[str]:
     """The outermost modules without collections."""
     if module in collections:
         return
-    if not holds(module, collections):
-        yield f"{path} ({type(module).__name__})"
+    if not holds_any(module, collections):
+        yield named(path, module)
         return
     for name, child in module.named_children():
-        yield from _beside(dotted(path, name), child, collections)
+        yield from _modules_without(dotted(path, name), child, collections)

@@ -1,6 +1,6 @@
-"""The answers of pooling collections while torch.fx traces a forward: KeyedTensors with known keys and widths.
+"""Traces a forward by torch.fx, with answers of pooling collections as KeyedTensors whose keys and widths are known.
 
-So a forward may loop over keys, and regroup. Only the numbers are not known.
+So a forward may loop over keys, and regroup. Only the values are unknown.
 """
 
 import operator
@@ -32,51 +32,51 @@ def widths_of(collection: Any) -> dict[str, int]:
     """The columns of each answer of a pooling collection, by the name that TorchRec gives it, in its order."""
     configs = inner_of(collection)[1].embedding_bag_configs()
     names = get_embedding_names_by_table(configs)
-    return {name: config.embedding_dim for config, each in zip(configs, names, strict=True) for name in each}
+    return {name: config.embedding_dim for config, of_table in zip(configs, names, strict=True) for name in of_table}
 
 
 class KeyedTracer(Tracer):  # type: ignore[misc]
-    """Traces a forward. Answers of collections have keys, and tensors that are cut into pieces have their number."""
+    """Traces a forward. Proxies of collections' answers have keys; proxies of split tensors have a length."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """The proxy for the answer of a step."""
-        if (collection := self._answering(node)) is not None:
-            return _Keyed(node, self, widths_of(collection))
-        if (count := _pieces(node)) is not None:
-            return _Pieces(node, self, count)
-        found: fx.Proxy = super().proxy(node)
-        return found
+        """The proxy for the result of a node."""
+        if (collection := self._collection_of(node)) is not None:
+            return _KeyedTensorProxy(node, self, widths_of(collection))
+        if (count := _tensor_count(node)) is not None:
+            return _TensorsProxy(node, self, count)
+        proxy: fx.Proxy = super().proxy(node)
+        return proxy
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow a call of a module. KTRegroupAsDict, which looks at its first batch, is put as TorchRec's function
-        that answers the same."""
-        given = [*args, *kwargs.values()]
-        if isinstance(m, KTRegroupAsDict) and type(m).forward is KTRegroupAsDict.forward and _are_keyed(given):
-            pieces = KeyedTensor.regroup(*given, m._groups)
-            return dict(zip(m._keys, m.embedding_cast([pieces[n] for n in range(len(m._groups))]), strict=True))
+        """Trace a call of a module. KTRegroupAsDict, which reads its first batch, becomes KeyedTensor.regroup."""
+        arguments = [*args, *kwargs.values()]
+        is_own = type(m).forward is KTRegroupAsDict.forward
+        if isinstance(m, KTRegroupAsDict) and is_own and _are_keyed_tensors(arguments):
+            groups: Any = KeyedTensor.regroup(*arguments, m._groups)
+            return dict(zip(m._keys, m.embedding_cast([groups[n] for n in range(len(m._groups))]), strict=True))
         return super().call_module(m, forward, args, kwargs)
 
-    def _answering(self, node: fx.Node) -> nn.Module | None:
-        """The pooling collection whose KeyedTensor a step returns. None: the step returns something else."""
-        called, is_first = node, False
+    def _collection_of(self, node: fx.Node) -> nn.Module | None:
+        """The pooling collection whose KeyedTensor a node returns, or None."""
+        call, is_first_item = node, False
         if node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0:
-            called, is_first = node.args[0], True  # type: ignore[assignment]
-        if not isinstance(called, fx.Node) or called.op != "call_module":
+            call, is_first_item = node.args[0], True  # type: ignore[assignment]
+        if not isinstance(call, fx.Node) or call.op != "call_module":
             return None
-        module = self.root.get_submodule(str(called.target))
-        # Those that remap ids answer with these, too.
-        is_pair = isinstance(module, BaseManagedCollisionEmbeddingCollection)
-        found: nn.Module = module
-        return found if isinstance(module, _POOLING) and not is_sequence(module) and is_pair == is_first else None
+        module: nn.Module = self.root.get_submodule(str(call.target))
+        # A managed collision collection returns a pair: its answer and the remapped ids.
+        returns_pair = isinstance(module, BaseManagedCollisionEmbeddingCollection)
+        is_pooling = isinstance(module, _POOLING) and not is_sequence(module)
+        return module if is_pooling and returns_pair == is_first_item else None
 
 
-class _Keyed(fx.Proxy):
+class _KeyedTensorProxy(fx.Proxy):
     """A KeyedTensor that a collection returns. torch.fx traces its other methods, and operators.
 
     Args:
-        node: the step.
-        tracer: that follows it.
-        widths: columns by key, in the order of its numbers.
+        node: returns it.
+        tracer: traces the forward.
+        widths: the number of columns of each key, in the order of the columns.
     """
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, widths: Mapping[str, int]) -> None:
@@ -84,7 +84,7 @@ class _Keyed(fx.Proxy):
         self._widths = dict(widths)
 
     def __getitem__(self, key: str) -> Any:
-        """The columns of a key. TorchRec's code would look for them by name whenever a request is scored."""
+        """The columns of a key. TorchRec's own code would search for them by name for every request."""
         first = dict(zip(self._widths, self.offset_per_key(), strict=False))[key]
         values: Any = fx.Proxy.__getattr__(self, "values")()
         return torch.narrow(values, 1, first, self._widths[key])
@@ -105,7 +105,7 @@ class _Keyed(fx.Proxy):
         return {key: self[key] for key in self._widths}
 
 
-class _Pieces(fx.Proxy):
+class _TensorsProxy(fx.Proxy):
     """A list or tuple of `count` tensors."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, count: int) -> None:
@@ -116,24 +116,24 @@ class _Pieces(fx.Proxy):
         return self._count
 
     def __iter__(self) -> Iterator[fx.Proxy]:
-        return (self[number] for number in range(self._count))  # type: ignore[index]
+        return (self[index] for index in range(self._count))  # type: ignore[index]
 
 
-def _are_keyed(given: Sequence[Any]) -> bool:
+def _are_keyed_tensors(arguments: Sequence[Any]) -> bool:
     """Whether the only argument of a call is a list of answers of collections."""
     return (
-        len(given) == 1
-        and isinstance(given[0], list | tuple)
-        and len(given[0]) > 0
-        and all(isinstance(each, _Keyed) for each in given[0])
+        len(arguments) == 1
+        and isinstance(arguments[0], list | tuple)
+        and len(arguments[0]) > 0
+        and all(isinstance(argument, _KeyedTensorProxy) for argument in arguments[0])
     )
 
 
-def _pieces(node: fx.Node) -> int | None:
-    """The number of tensors that a step returns. None: one, or it is not known."""
-    cuts: Any = None
+def _tensor_count(node: fx.Node) -> int | None:
+    """The number of tensors in the list that a node returns; None if it is unknown, or no list."""
+    parts: Any = None
     if node.op == "call_function" and node.target is _regroup_keyed_tensors:
-        cuts = node.kwargs.get("groups", node.args[-1])
+        parts = node.kwargs.get("groups", node.args[-1])
     elif (node.op == "call_method" and node.target == "split") or node.target in _SPLITS:
-        cuts = next(iter(node.args[1:]), node.kwargs.get("split_size", node.kwargs.get("split_size_or_sections")))
-    return len(cuts) if isinstance(cuts, list | tuple) else None
+        parts = next(iter(node.args[1:]), node.kwargs.get("split_size", node.kwargs.get("split_size_or_sections")))
+    return len(parts) if isinstance(parts, list | tuple) else None

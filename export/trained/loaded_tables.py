@@ -1,4 +1,4 @@
-"""The tables of a checkpoint in the memory of a model, so that it can be run and compared with what serves."""
+"""Load the tables of a checkpoint into a model, so that the model can be run and compared with what is served."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +18,11 @@ _MEMORY = Path("/proc/meminfo")
 
 
 def default_most_bytes() -> int:
-    """The most bytes of tables that are loaded where nothing is said: half of the memory that is free.
+    """The default limit of the tables that are loaded: half of the available memory.
 
-    That is what the machine has left, or all that this process may use, whichever is less.
+    That is the machine's free memory or the limit of this process, whichever is less.
     """
-    lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []  # it is Linux's
+    lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []  # on Linux only
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return min(memory_here(), *free) // 2
 
@@ -30,22 +30,21 @@ def default_most_bytes() -> int:
 def load_tables(
     trained: Trained, weights: Checkpoint, most_bytes: int | None, progress: Callable[[int, int], None]
 ) -> bool:
-    """Give the copy of a model its tables, with their position weights and maps of ids, if they fit.
+    """Load the tables, position weights and id maps of a model's copy, if they fit into memory.
 
-    They take new memory: the module that the copy was made of keeps its own.
+    They take new memory: the original module keeps its own tensors.
 
     Args:
         trained: the copy.
-        weights: has them.
+        weights: the checkpoint.
         most_bytes: the most bytes of tables in FP32 that are loaded; None: `default_most_bytes`.
-        progress: called with the bytes that are read, as FP32, and all.
+        progress: called with the bytes that are read so far, as FP32, and the total.
 
     Returns:
-        Whether the model has them now. Not where they are too large, on another device, or in another form, as those
-        of fused collections are.
+        Whether they were loaded. False if they are too large, on another device, or stored as fused collections do.
 
     Raises:
-        CheckpointError: one of them is missing, or has another shape or kind of numbers.
+        CheckpointError: a tensor is missing, or has another shape or kind of dtype.
     """
     total = sum(table.float_bytes for table in trained.tables)
     if total > (default_most_bytes() if most_bytes is None else most_bytes):
@@ -69,7 +68,7 @@ def load_tables(
     state = _state(trained)
     for table in tables.values():
         if isinstance(table.id_map, SortedIds):
-            # Shards of training sorted their ids each by itself; load_state_dict of TorchRec's module sorts all.
+            # In training, each shard sorted its own ids; load_state_dict of TorchRec's module sorts all of them.
             order = state[table.id_map.raw_ids].argsort(stable=True)
             for key in table.id_map.keys:
                 replace_tensor(trained.module, state[key], state[key][order])
@@ -77,7 +76,7 @@ def load_tables(
 
 
 def _state(trained: Trained) -> dict[str, Tensor]:
-    """The parameters and buffers of a model's collections, by their keys."""
+    """The parameters and buffers of a model's collections, by key."""
     return {
         dotted(path, name): tensor
         for path, collection in trained.collections.items()

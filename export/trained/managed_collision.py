@@ -48,12 +48,12 @@ class HashZch:
     """The state and settings of a HashZchManagedCollisionModule.
 
     Attributes:
-        identities: the key of its ids in a state dict, by row, -1 where there is none; int64 [rows, 1].
+        identities: the key of its ids by row in a state dict, -1 for an empty row; int64 [rows, 1].
         bucket_count: the key of the number of buckets; int64 [1, 1]. Older checkpoints do not have it.
         bounds: the rows of the buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
-        divided: whether it is the place of an id among those of its bucket that is hashed, and not the id.
-        input_hash_size: so many ids are dealt out to the buckets in equal runs, rounded up; others fail. 0: any int64
-            is an id, and the buckets take turns.
+        divided: whether the index of an id within its bucket is hashed, and not the id itself.
+        input_hash_size: the number of valid ids, which are divided among the buckets in equal ranges, rounded up. 0:
+            any int64 is valid, and an id's bucket is its remainder.
         max_probe: the most rows that are searched for an id.
     """
 
@@ -74,7 +74,7 @@ TrainedIdMap = SortedIds | HashZch
 
 
 def id_maps_of(path: str, collection: Any) -> dict[str, TrainedIdMap]:
-    """The module that remaps the ids of each table of the collection at `path`, by table. Empty: there is none."""
+    """The module that remaps the ids of each table of the collection at `path`, by table."""
     if not isinstance(collection, BaseManagedCollisionEmbeddingCollection):
         return {}
     return {
@@ -119,7 +119,7 @@ def unknown_managed(collection: BaseManagedCollisionEmbeddingCollection) -> Iter
 
 
 def _unknown(module: Any) -> str | None:
-    """Why a module is not served. None: it is."""
+    """Why a module is not served, or None if it is."""
     if type(module) is MCHManagedCollisionModule:
         refused: Mapping[str, bool] = {
             "has an input_hash_func, which is code: apply it where requests are made": module._input_hash_func
@@ -147,8 +147,8 @@ def _unknown(module: Any) -> str | None:
 def looking_up(module: nn.Module) -> Iterator[None]:
     """In the block, the managed collision modules of `module`, in eval, take any KJT on a CPU.
 
-    Otherwise, a ManagedCollisionCollection expects the order of the keys that it saw first. And HashZch with an
-    eviction policy asks FBGEMM for evictions, also in eval, which FBGEMM's CPU operator refuses.
+    Without it, a ManagedCollisionCollection expects the keys in the order of its first call, and HashZch with an
+    eviction policy asks FBGEMM for evictions even in eval, which FBGEMM's CPU operator refuses.
     """
     restored: list[tuple[Any, str, Any]] = []
     for part in module.modules():

@@ -1,6 +1,4 @@
-"""The weights of a model: where they are, and how a copy of it gets those of a checkpoint, as
-load_state_dict(strict=True) gives them to it.
-"""
+"""Open the weights of a model, and load those of a checkpoint into a copy as load_state_dict(strict=True) does."""
 
 import mmap
 import os
@@ -26,11 +24,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A tensor that a state dict has, and all names of it. Tensors with one memory are one.
+    """Tensors of a state dict that share one memory, and all their names.
 
     Attributes:
-        tensors: these.
-        names: the keys of the state dict first, then the paths of its owners.
+        tensors: the tensors.
+        names: the keys of the state dict first, then the paths in the modules that own the tensors.
     """
 
     tensors: tuple[Tensor, ...]
@@ -45,22 +43,24 @@ def open_weights(
     *,
     is_whole: bool = False,
 ) -> Checkpoint:
-    """The weights of `module`, in `checkpoint`. If that is None, the tables of `module` itself.
+    """The weights of `module` in a checkpoint, or the tables of `module` itself.
 
     Args:
         module: the model.
         trained: its tables.
-        checkpoint: where its weights are.
+        checkpoint: its weights. None: those of `module`.
         prefix: of its keys in the checkpoint. None: the only one that fits.
-        is_whole: whether the checkpoint has to have all weights of the model, not those of its tables alone.
+        is_whole: whether the checkpoint must have all weights of the model, not only those of its tables.
 
     Raises:
-        CheckpointError: as `open_checkpoint` and `module_weights`; or the weights are not all under one prefix.
-        ConfigurationError: there is a prefix, and no checkpoint.
+        CheckpointError: as `open_checkpoint` and `module_weights`; or no prefix has all weights.
+        ConfigurationError: a prefix without a checkpoint.
     """
     if checkpoint is None:
         if prefix is not None:
-            raise ConfigurationError("checkpoint_prefix (--checkpoint-prefix): expected a checkpoint beside it")
+            raise ConfigurationError(
+                "checkpoint_prefix (--checkpoint-prefix): expected a checkpoint (--checkpoint) as well"
+            )
         return module_weights(module, trained.tables)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     return opened.of_model(_model_keys(module, trained, is_whole), prefix)
@@ -136,7 +136,7 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Tensor) -> object:
-    """What is equal for two tensors that have the same numbers in the same memory."""
+    """A value that is equal for two tensors with the same elements in the same memory."""
     if (
         type(tensor) not in (Tensor, nn.Parameter)
         or tensor.device.type != "cpu"
@@ -149,7 +149,7 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _paths(module: nn.Module, collections: Iterable[nn.Module]) -> Iterator[str]:
-    """All paths of collections: a module may have one under several names."""
+    """All paths of collections: a module may have a collection under several names."""
     parts = {*collections}
     yield from (path for path, part in module.named_modules(remove_duplicate=False) if part in parts)
 
@@ -159,12 +159,12 @@ def _is_inside(name: str, paths: Iterable[str]) -> bool:
 
 
 def load_weights(trained: Trained, weights: Checkpoint) -> None:
-    """Give the copy of a model its weights that are no tables.
+    """Load the weights of a model's copy, except for its tables.
 
-    Tables on the meta device get memory: zeros that take none until they are written.
+    Tables on the meta device become zeros, which take memory only when they are written.
 
     Raises:
-        CheckpointError: a weight is missing, or has another shape or kind of numbers.
+        CheckpointError: a weight is missing, or has another shape or kind of dtype.
         ModelError: the model has code of its own that load_state_dict calls.
     """
     module, collections = trained.module, [*trained.collections.values()]
@@ -180,16 +180,16 @@ def load_weights(trained: Trained, weights: Checkpoint) -> None:
             for tensor in group.tensors:
                 if tensor.is_meta:
                     replace_tensor(module, tensor, numbers)
-                else:  # whatever else refers to it has them, too
+                else:  # in place, since other objects may refer to this tensor
                     with torch.no_grad():
                         tensor.copy_(numbers)
     for table in _tables_on_meta(collections):
         replace_tensor(module, table, _zeros(table))
 
 
-def replace_tensor(module: nn.Module, tensor: Tensor, numbers: Tensor) -> None:
-    """Have numbers take the place of a tensor of a module, wherever it has that."""
-    new: Any = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
+def replace_tensor(module: nn.Module, tensor: Tensor, replacement: Tensor) -> None:
+    """Replace a parameter or buffer in all submodules that have it."""
+    new: Any = nn.Parameter(replacement, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else replacement
     for part in module.modules():
         tensors: dict[str, Any]
         for tensors in (part._parameters, part._buffers):
@@ -201,7 +201,7 @@ def _tables_on_meta(collections: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros that a forward which reads a table itself is followed with. They take memory where they are written."""
+    """Zeros, for a forward that reads a table itself. They take memory only where they are written."""
     size = like.numel() * like.dtype.itemsize
     file = os.memfd_create("table")
     try:
@@ -213,7 +213,7 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _expect_plain_loading(path: str, part: nn.Module) -> None:
-    """Refuse a module that changes what load_state_dict gives it: a checkpoint's numbers would not be its weights."""
+    """Refuse a module that changes what load_state_dict copies: its weights would differ from the checkpoint."""
     hooks: list[Any] = [getattr(hook, "hook", hook) for hook in part._load_state_dict_pre_hooks.values()]
     hooks += part._load_state_dict_post_hooks.values()
     hooks += [type(part)._load_from_state_dict, type(part).load_state_dict, type(part).set_extra_state]
@@ -222,5 +222,5 @@ def _expect_plain_loading(path: str, part: nn.Module) -> None:
         if home.partition(".")[0] not in ("torch", "torchrec"):
             raise ModelError(
                 f"{named(path, part)}: has code of its own that load_state_dict calls, which may change weights: "
-                "load the checkpoint into the model yourself, and export that without a checkpoint"
+                "load the checkpoint into the model yourself, and export it without a checkpoint"
             )

@@ -28,17 +28,17 @@ _EXTREMES = (0, _LEAST, _MOST, -1, 2**31, -(2**40))
 
 
 def make_probe(
-    manifest: Manifest, known: Mapping[str, Ids], counts: Mapping[str, int] = MappingProxyType({})
+    manifest: Manifest, mapped_ids: Mapping[str, Ids], counts: Mapping[str, int] = MappingProxyType({})
 ) -> Tensors:
-    """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id.
+    """A seeded request: for each key bags of 0 to 8 ids, an empty bag, and a bag of 100 with the first and last id.
 
-    No bag is longer than its position weights. Of ids that are remapped, half are those that the map has; the others
-    are random, and the least and the largest.
+    No bag is longer than the position weights of its key. For a key with an id map, half of the ids are in the map;
+    the others are random, or extremes of int64.
 
     Args:
         manifest: of the bundle.
-        known: ids of each key with a map.
-        counts: keys whose bags are all of one size.
+        mapped_ids: the ids in the map of each key that has one.
+        counts: the ids of every bag, for keys whose bags have one size.
     """
     random = np.random.default_rng(_SEED)
     rows = manifest.rows_of_keys
@@ -47,12 +47,14 @@ def make_probe(
     lengths[:, 1] = 0
     longest = manifest.longest_bags
     lengths = np.minimum(lengths, [[longest.get(key, _LONGEST_BAG)] for key in rows]).astype(np.int32)
-    for number, key in enumerate(rows):
-        lengths[number] = counts.get(key, lengths[number])
-    columns = []
-    for (key, height), bags in zip(rows.items(), lengths, strict=True):
-        columns.append(_ids(random, height, known.get(key), bags.sum()))
-    values = np.concatenate(columns)
+    for index, key in enumerate(rows):
+        lengths[index] = counts.get(key, lengths[index])
+    values = np.concatenate(
+        [
+            _ids(random, row_count, mapped_ids.get(key), key_lengths.sum())
+            for (key, row_count), key_lengths in zip(rows.items(), lengths, strict=True)
+        ]
+    )
     weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
     if weights is not None:
         weighted = manifest.weighted_keys
@@ -60,28 +62,28 @@ def make_probe(
     return Tensors(None, values, lengths.ravel(), weights)
 
 
-def _ids(random: np.random.Generator, valid: int, known: Ids | None, count: int) -> Ids:
+def _ids(random: np.random.Generator, row_count: int, mapped_ids: Ids | None, count: int) -> Ids:
     """Ids of one key, int64 [count].
 
     Args:
-        random: numbers.
-        valid: how many ids are valid.
-        known: those that the map has. None: there is no map.
-        count: how many ids are made.
+        random: the generator.
+        row_count: valid ids are in [0, row_count).
+        mapped_ids: the ids in the map of the key; None if it has no map.
+        count: the number of ids.
     """
-    most = min(valid, _MOST + 1)
-    extremes: tuple[int, ...] = (0, most - 1)
-    ids = random.integers(0, most, count)
-    if valid == ANY_INT64:  # a second draw, so that such probes stay what they were
+    limit = min(row_count, _MOST + 1)
+    extremes: tuple[int, ...] = (0, limit - 1)
+    ids = random.integers(0, limit, count)
+    if row_count == ANY_INT64:  # a second draw, so that probes of other keys do not change
         ids, extremes = random.integers(_LEAST, _MOST, count, np.int64, endpoint=True), _EXTREMES
-    if known is not None and known.size:
-        ids = np.where(random.random(count) < 0.5, random.choice(known, count), ids)
+    if mapped_ids is not None and mapped_ids.size:
+        ids = np.where(random.random(count) < 0.5, random.choice(mapped_ids, count), ids)
     ids[: len(extremes)] = extremes[:count]
     return ids
 
 
 def kjt_of(manifest: Manifest, probe: Tensors, device: torch.device) -> KeyedJaggedTensor:
-    """A copy of the probe, which a module may write to."""
+    """The probe as a KJT of new tensors, which a module may write to."""
     with quiet():  # torch.fx warns of its own wrapper of this class
         return KeyedJaggedTensor(
             keys=list(manifest.keys),

@@ -1,7 +1,7 @@
-"""A file of safetensors: a header of JSON that says where each tensor is, then their numbers.
+"""A safetensors file: a JSON header with the offsets of each tensor, then the numbers.
 
-The format: https://huggingface.co/docs/safetensors#format. A sharded set has an index beside its files, which Hugging
-Face's tools write: {"weight_map": {key: file name}}.
+The format: https://huggingface.co/docs/safetensors#format. A sharded set also has an index, which Hugging Face's
+tools write: {"weight_map": {key: file name}}.
 """
 
 import json
@@ -39,7 +39,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _LENGTH_BYTES = 8
-# The most bytes of a header, as the format has it.
+# The most bytes of a header that the format allows.
 _LONGEST_HEADER = 100_000_000
 
 
@@ -57,7 +57,7 @@ def locate_in_set(files: CheckpointFiles, index: str) -> dict[str, StoredTensor]
         index: the name of its index.
 
     Raises:
-        CheckpointError: the index cannot be read, or does not fit the files beside it.
+        CheckpointError: the index cannot be read, or does not match the files.
     """
     file = files.open(index)
     try:
@@ -75,14 +75,14 @@ def locate_in_file(file: CheckpointFile) -> dict[str, StoredTensor]:
     """The tensors of a file by key.
 
     Raises:
-        CheckpointError: it is no such file, or is not whole.
+        CheckpointError: it is no such file, or is truncated.
     """
     try:
         header_bytes = int.from_bytes(file.read_bytes(0, _LENGTH_BYTES), "little")
         if header_bytes > min(_LONGEST_HEADER, file.size - _LENGTH_BYTES):
             raise ValueError(f"a header of {header_bytes} bytes")
         content = file.read_part(_LENGTH_BYTES, header_bytes)
-        json_tree(content)  # refuses a key that is there twice
+        json_tree(content)  # refuses duplicate keys
         header = json.loads(content)
         header.pop("__metadata__", None)
         tensors = msgspec.convert(header, dict[str, _Tensor])
@@ -90,12 +90,12 @@ def locate_in_file(file: CheckpointFile) -> dict[str, StoredTensor]:
         _check_offsets(tensors, file.size - first)
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: expected a safetensors file: {error}") from error
-    file.dated = True  # a header has no sums of the numbers
+    file.dated = True  # a header has no checksums of the numbers
     return {key: _located(file, key, tensor, first) for key, tensor in tensors.items()}
 
 
 def _check_offsets(tensors: dict[str, _Tensor], size: int) -> None:
-    """Refuse a header that does not say of each byte of the file once what it is, as the format wants it."""
+    """Refuse a header whose tensors do not cover each byte of the file exactly once, as the format requires."""
     spans = sorted(tensor.data_offsets for tensor in tensors.values())
     ends = [(0, 0), *spans, (size, size)]
     if any(before[1] != after[0] or before[0] > before[1] for before, after in pairwise(ends)):

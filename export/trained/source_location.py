@@ -18,15 +18,15 @@ _FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model's code of a step of a graph. Empty: its stack trace was not kept."""
+    """The line of the model's code that made a node of a graph; "" if the node has no stack trace."""
     for path, line in reversed(_FRAME.findall(node.stack_trace or "")):
-        if _is_to_name(Path(path)):
+        if _is_file_to_name(Path(path)):
             return location(path, int(line))
     return ""
 
 
 def short_line_of(node: fx.Node) -> str:
-    """As `line_of`, but with the file's name instead of its path: bundles must not have paths."""
+    """As `line_of`, but with the file's name instead of its path: bundles must not contain paths."""
     return shortened(line_of(node))
 
 
@@ -38,28 +38,28 @@ def shortened(line: str) -> str:
 def line_of_error(error: Exception) -> str:
     """The line of the model's code that raised an error: the innermost one that is not torch's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.lineno is not None and _is_to_name(Path(frame.filename)):
+        if frame.lineno is not None and _is_file_to_name(Path(frame.filename)):
             return location(frame.filename, frame.lineno)
     return ""
 
 
 def current_line() -> str:
-    """The line of the model's code that is running: the innermost one that is not torch's. Empty: none is."""
+    """The line of the model's code that is running: the innermost one that is not torch's; "" if there is none."""
     frames = traceback.extract_stack()
-    ours = next((number for number, each in enumerate(frames) if Path(each.filename).is_relative_to(_OURS)), 0)
-    for frame in reversed(frames[ours:]):  # before them is who called the export
-        if frame.lineno is not None and _is_to_name(Path(frame.filename)):
+    ours = next((index for index, frame in enumerate(frames) if Path(frame.filename).is_relative_to(_OURS)), 0)
+    for frame in reversed(frames[ours:]):  # the frames before called the export
+        if frame.lineno is not None and _is_file_to_name(Path(frame.filename)):
             return location(frame.filename, frame.lineno)
     return ""
 
 
 def is_user_code(path: Path) -> bool:
     """Whether a file is none of torch, torchrec or this package."""
-    return path.exists() and not any(path.is_relative_to(each) for each in _NOT_THE_USERS)
+    return path.exists() and not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
 
 
-def _is_to_name(path: Path) -> bool:
-    """Whether a file is the user's, and not of Python itself, such as copy.py."""
+def _is_file_to_name(path: Path) -> bool:
+    """Whether a file is the user's, and not part of Python itself, as copy.py is."""
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
     return is_user_code(path) and (is_installed or not path.is_relative_to(_PYTHONS))
 

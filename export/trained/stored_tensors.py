@@ -1,4 +1,4 @@
-"""The places of a table's rows: in memory, or in a file. Rows that are read from a file do not stay in memory."""
+"""Tensors whose rows are read in blocks: of a module in memory, or of a file, without keeping them in memory."""
 
 from dataclasses import dataclass
 from math import prod
@@ -10,7 +10,7 @@ from torch import Tensor
 from export.errors import CheckpointError
 from export.trained.checkpoint_files import CheckpointFile
 
-# Bytes of a file that are read at once although not all are needed: a view of a larger tensor.
+# A view of a larger tensor is read in one span of up to this many bytes, although not all bytes are needed.
 _SPAN_BYTES = 1 << 22
 
 
@@ -40,10 +40,10 @@ class InFile:
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop): a copy [stop − start, …]. Nothing of the file stays in memory.
+        """Rows [start, stop): a copy [stop − start, …]. The file is not mapped into memory.
 
         Raises:
-            CheckpointError: the file has become shorter.
+            CheckpointError: the file was truncated.
         """
         return self._read(self.offset + start * self.strides[0], (stop - start, *self.shape[1:]), self.strides)
 
@@ -52,14 +52,14 @@ class InFile:
             return torch.empty(shape, dtype=self.dtype)
         size = self.dtype.itemsize
         span = size + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
-        # A file is not mapped: a process that reads a mapped file which was cut dies by a signal.
+        # A process that reads a mapped file which was truncated is killed by a signal, so files are not mapped.
         if span <= max(_SPAN_BYTES, 2 * size * prod(shape)):
             numbers = self.file.read(begin, span).view(self.dtype)
             return numbers.as_strided(shape, [stride // size for stride in strides]).contiguous()
         axis = max((axis for axis, count in enumerate(shape) if count > 1), key=lambda axis: strides[axis])
         slices = [
-            self._read(begin + number * strides[axis], _without(shape, axis), _without(strides, axis))
-            for number in range(shape[axis])
+            self._read(begin + index * strides[axis], _without(shape, axis), _without(strides, axis))
+            for index in range(shape[axis])
         ]
         return torch.stack(slices, axis)
 
@@ -69,14 +69,52 @@ def _without(numbers: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class InMemory:
+    """A tensor that a module holds, on any device."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+        return tuple(self.tensor.shape) or (1,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop): a view [stop − start, dim], or a copy where the tensor is not on the CPU."""
+        return self.tensor.reshape(self.shape)[start:stop].detach().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A stored tensor, rounded to the shorter floats of a module."""
+
+    stored: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
+        return self.stored.shape
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop), rounded."""
+        return self.stored.read(start, stop).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class UnreadableTensor:
-    """A tensor of a checkpoint that is no plain one: it is only in the way if a model needs it.
+    """A tensor of a checkpoint that is not plain. It is refused when a model needs it.
 
     Attributes:
         where: the file.
         key: its key.
-        kind: what it is, such as "a DTensor".
-        instead: what to do.
+        kind: its kind, such as "a DTensor".
+        instead: what the user can do.
     """
 
     where: str

@@ -10,7 +10,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from export.errors import ModelError
 from export.trained.feature_processors import position_weights_of
-from export.trained.find_collections import Entry, find_collections
+from export.trained.find_collections import FoundCollections, find_collections
 from export.trained.managed_collision import TrainedIdMap, id_maps_of
 from export.trained.module_paths import dotted
 from export.trained.wrapped_collections import inner_of, is_sequence
@@ -24,8 +24,8 @@ class PositionWeights:
     """The position weights of a feature, from a feature processor.
 
     Attributes:
-        key: the key of the weights in the module's state dict. None: each id has the weight 1.
-        count: number of weights.
+        key: the key of the weights in the module's state dict. None: every weight is 1.
+        count: the number of weights.
     """
 
     key: str | None = None
@@ -37,16 +37,16 @@ class TrainedTable:
     """One table of an EmbeddingBagCollection or EmbeddingCollection.
 
     Attributes:
-        name: its name in the config. If two collections have a table of that name: `path.name`.
+        name: its name in the config; `path.name` if two collections have a table of that name.
         key: the key of its rows in the module's state dict.
-        rows: number of rows.
-        dim: number of columns.
-        pooling: SUM or MEAN. NONE in an EmbeddingCollection.
+        rows: the number of rows.
+        dim: the number of columns.
+        pooling: SUM or MEAN; NONE in an EmbeddingCollection.
         weighted: whether its rows are weighted when they are pooled.
-        features: the names of its features. A feature has the name of the KJT key that it reads. If several tables
-            read that key: `key@name`, as in TorchRec.
+        features: the names of its features: the KJT key that the feature reads, or `key@name` if several tables read
+            that key, as in TorchRec.
         keys: the KJT key of each feature.
-        position_weights: of each feature. None: there is no feature processor before the collection.
+        position_weights: of each feature. None: the collection has no feature processor.
         id_map: the module that remaps its ids. None: ids are row numbers.
     """
 
@@ -68,21 +68,13 @@ class TrainedTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """The tables of a trained module.
+class Trained(FoundCollections):
+    """The collections of a trained module, with their tables.
 
     Attributes:
-        module: a copy of the module, to trace and to run. It shares the module's tables.
-        collections: as FoundCollections has them; so are `entries` and `left_out`.
-        entries: the modules that are called with ids.
-        left_out: the modules and forwards that are not served.
         by_collection: the tables of each collection, by the collection's path, in TorchRec's order.
     """
 
-    module: nn.Module
-    collections: dict[str, nn.Module]
-    entries: tuple[Entry, ...]
-    left_out: tuple[str, ...]
     by_collection: dict[str, tuple[TrainedTable, ...]]
 
     @property
@@ -103,23 +95,23 @@ def collect_tables(module: nn.Module, *, trace: bool = True) -> Trained:
         ModelError: there is no collection, or one that is not served (`find_collections`); a table is pruned,
             virtual or position-weighted; or the name of a table or feature cannot be listed, or is used twice.
     """
-    found = find_collections(module, trace=trace)
-    configs = {path: _configs(collection) for path, collection in found.collections.items()}
+    served = find_collections(module, trace=trace)
+    configs = {path: _configs(collection) for path, collection in served.collections.items()}
     all_configs = [config for of_collection in configs.values() for config in of_collection]
     tables = Counter(config.name for config in all_configs)
     readers = Counter(key for config in all_configs for key in config.feature_names)
     by_collection = {
         path: tuple(
-            _trained_table(path, config, found.collections[path], tables[config.name] > 1, readers)
+            _trained_table(path, config, served.collections[path], tables[config.name] > 1, readers)
             for config in of_collection
         )
         for path, of_collection in configs.items()
     }
-    trained = Trained(found.module, found.collections, found.entries, found.left_out, by_collection)
+    trained = Trained(served.module, served.collections, served.entries, served.left_out, by_collection)
     for name, count in Counter(name for table in trained.tables for name in table.features).items():
         if count > 1:
             raise ModelError(
-                f"feature {name!r}: expected different names, got {count} answers of this one: rename it"
+                f"feature {name!r}: expected different names, got {count} features of this name: rename one"
             )
     return trained
 
@@ -152,7 +144,7 @@ def _trained_table(
 
 
 def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tuple[PositionWeights, ...] | None:
-    """The position weights of each key. None: there is no feature processor."""
+    """The position weights of each key; None without a feature processor."""
     if not isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         return None
     by_key = {

@@ -1,8 +1,9 @@
-"""An archive of `torch.save`: a zip file with a pickle, which says where in the archive each tensor's numbers are.
+"""A file of `torch.save`: a zip archive with a pickle, which says where in the archive the numbers of each tensor
+are.
 
-The format is that of `torch.save` (torch 1.6 to 2.13). A pickle is a program. It is read without running its code: a
-name in it stands for itself, and a call of a name makes a tensor, a dict, or a note of what it would have made.
-Whatever is neither is skipped, so objects beside the weights do no harm.
+The format is that of torch 1.6 to 2.13. A pickle is a program. It is read without running its code: a name in it
+stays a name, and a call of a name makes a tensor, a dict, or a record of the object that the call would have made.
+Objects that are neither tensors nor dicts are skipped, so they do no harm.
 """
 
 import io
@@ -19,22 +20,22 @@ from export.errors import CheckpointError
 from export.trained.checkpoint_files import CheckpointFile
 from export.trained.stored_tensors import InFile, StoredTensor, UnreadableTensor
 
-# The most dicts in one another that are looked into.
-_DEEPEST = 64
+# The most levels of nested dicts that are searched.
+_MAX_DEPTH = 64
 _SAVE = "save a state dict: torch.save(module.state_dict(), …)"
-# The first bytes of what torch.save wrote before torch 1.6.
+# The first bytes of a file of torch.save before torch 1.6.
 _LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)[:-1]
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class Archive(NamedTuple):
-    """The tensors of an archive, and the versions of the modules whose state dicts it has.
+    """The tensors of an archive, and the versions of the modules whose state dicts are in it.
 
     Attributes:
         tensors: by key. A key in nested dicts is "outer.inner". If the archive is one tensor, its key is "". A tensor
-            that is not plain, such as a DTensor, refuses to be read.
-        versions: the version of each module by its path, with the names of outer dicts before it. `Module.state_dict`
-            notes them in the `_metadata` of its result; a copy of the items does not have them.
+            that is not plain, such as a DTensor, raises when it is read.
+        versions: the version of each module by its path, after the names of outer dicts. `Module.state_dict` puts
+            them into the `_metadata` of its result; a plain copy of the dict does not have them.
     """
 
     tensors: dict[str, StoredTensor]
@@ -50,7 +51,7 @@ def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = No
         length: the archive's bytes. None: up to the end of the file.
 
     Raises:
-        CheckpointError: there is no such archive, or it has no tensors but objects.
+        CheckpointError: there is no such archive, or it has objects and no tensors.
     """
     where = f"{file.path}: expected an archive of torch.save at byte {start}"
     try:
@@ -71,7 +72,7 @@ def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = No
 
 
 class _View(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of bytes of a file, as a file of its own."""
 
     def __init__(self, file: CheckpointFile, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
@@ -94,7 +95,7 @@ class _View(io.RawIOBase):
 
 
 class _Records:
-    """The records of an archive by name, without the name of the archive, each as (first byte of the file, bytes)."""
+    """The records of an archive. Their names are without the name of the archive."""
 
     def __init__(self, file: CheckpointFile, start: int, length: int) -> None:
         self._file, self._start, self._end = file, start, start + length
@@ -116,7 +117,9 @@ class _Records:
             file.dated = True
         self.pickle = self.read("data.pkl")
         if "byteorder" in self._infos and self.read("byteorder") != b"little":
-            raise CheckpointError(f"{file.path}: expected little-endian numbers, found others: save it again")
+            raise CheckpointError(
+                f"{file.path}: expected little-endian numbers, found big-endian ones: save it again"
+            )
 
     def read(self, name: str) -> bytes:
         """The bytes of a small record."""
@@ -158,10 +161,10 @@ class _Storage(NamedTuple):
 
 
 class _Mapping(dict[object, object]):
-    """A dict. It drops items whose key is no plain value: the hash of deeply nested tuples overflows the stack.
+    """A dict without the items whose key is no plain value: the hash of deeply nested tuples overflows the stack.
 
     Attributes:
-        metadata: of a state dict, what `Module.state_dict` notes about each module, by its path.
+        metadata: the `_metadata` of a state dict: facts about each module, by its path.
     """
 
     metadata: "_Mapping | None" = None
@@ -183,7 +186,7 @@ class _Name:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Object:
-    """What calling a class or a function would have made. It drops all that it is given."""
+    """The object that calling a class or a function would have made, without its content."""
 
     path: str
     is_tensor: bool
@@ -198,11 +201,11 @@ class _Object:
 
 
 def _path(value: object) -> str:
-    """The name of what should be a class or a dtype."""
+    """The name of a class or dtype, for messages if it is something else."""
     return value.path if isinstance(value, _Name | _Object) else type(value).__name__
 
 
-# What a call makes, by the function that would have made it.
+# The kind of tensor that a function makes.
 _KINDS = {
     "_rebuild_sparse_tensor": "sparse tensor",
     "_rebuild_nested_tensor": "nested tensor",
@@ -256,7 +259,7 @@ class _Unpickler(pickle._Unpickler):  # the one written in Python: the one in C 
         return _Storage(first, size, dtype)
 
     def _call(self, function: object, args: Any) -> object:
-        """What calling `function` makes, without calling it."""
+        """The result of a call of `function`, without calling it."""
         if not isinstance(function, _Name | _Object) or not isinstance(args, tuple):
             raise pickle.UnpicklingError(f"expected a name to call, got {type(function).__name__}")
         path = function.path
@@ -294,7 +297,7 @@ class _Unpickler(pickle._Unpickler):  # the one written in Python: the one in C 
 
 
 def _on_stack(make: Callable[[Any], object]) -> Callable[[Any], None]:
-    """An opcode that puts on the stack what `make` returns."""
+    """An opcode that pushes the result of `make` on the stack."""
     return lambda unpickler: unpickler.append(make(unpickler))
 
 
@@ -310,10 +313,10 @@ def _new_with_keywords(unpickler: Any) -> object:
 
 def _dict(unpickler: Any) -> object:
     items = unpickler.pop_mark()
-    found = _Mapping()
+    mapping = _Mapping()
     for key, value in zip(items[::2], items[1::2], strict=True):
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _frozenset(unpickler: Any) -> object:
@@ -342,7 +345,7 @@ _Unpickler.dispatch |= {
 
 
 def _flatten(where: str, loaded: object) -> tuple[Archive, list[str]]:
-    """The tensors in nested dicts, and the names of what is neither a tensor nor a plain value."""
+    """The tensors in nested dicts, and the names of objects that are neither tensors nor plain values."""
     archive = Archive({}, {})
     objects = []
     waiting = [("", loaded, 0)]
@@ -351,10 +354,10 @@ def _flatten(where: str, loaded: object) -> tuple[Archive, list[str]]:
         if isinstance(value, InFile) or (isinstance(value, _Object) and value.is_tensor):
             if key in archive.tensors:
                 raise CheckpointError(
-                    f"{where}: has {key!r} twice, as a key and in dicts whose names make the same: save one of them"
+                    f"{where}: has {key!r} twice, as a key and as a path in nested dicts: save one of them"
                 )
             archive.tensors[key] = value if isinstance(value, InFile) else _not_plain(where, key, value.path)
-        elif isinstance(value, _Mapping) and depth < _DEEPEST:
+        elif isinstance(value, _Mapping) and depth < _MAX_DEPTH:
             inner = [(f"{key}.{name}" if depth else str(name), item, depth + 1) for name, item in value.items()]
             waiting += reversed(inner)
             for path, about in (value.metadata or {}).items():

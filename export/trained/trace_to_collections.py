@@ -1,7 +1,7 @@
-"""Follow the forward of a module to its collections: each must get what the module is given, unchanged.
+"""Trace the forward of a module to its collections by torch.fx: each must get an input of the module, unchanged.
 
-torch.fx follows the forward of each module above a collection; calls of all other modules are one step each. The
-argument of the collection must be an input of the model, or keys selected from one.
+The forward of every module above a collection is traced; a call of any other module is one node. The argument of the
+collection must be an input of the model, or keys selected from one.
 """
 
 import operator
@@ -16,29 +16,28 @@ from export.trained.keyed_tracer import KeyedTracer
 from export.trained.module_paths import dotted, named
 from export.trained.source_location import line_of_error
 
-# What may be done to an input on the way: choose parts of it, or move it to a device. The ids stay the same.
+# What a forward may do to an input: select parts of it, or move it to a device. The ids stay the same.
 _SELECTING_METHODS = ("split", "permute", "to")
 _SELECTING_FUNCTIONS = (operator.getitem, getattr)
 _CHANGING_FUNCTIONS = (operator.setitem, setattr)
 _VIEWS = ("detach", "view", "t", "transpose", "select", "narrow", "view_as", "expand", "squeeze", "unsqueeze")
-INSTEAD = "export the collection itself, if the ids of your requests are what it is to look up"
+INSTEAD = "export the collection itself, if your requests bring the ids that it looks up"
 
 
 def trace_to_collections(path: str, entry: nn.Module, collections: Collection[nn.Module]) -> fx.Graph:
-    """Follow the forward of `entry`, and check that every collection gets inputs of `entry` unchanged.
+    """Trace the forward of `entry`, and check that every collection gets inputs of `entry` unchanged.
 
-    A forward that cannot be followed to its end is followed as far as possible. All collections must be called by
-    then.
+    A forward that torch.fx cannot trace to its end is traced until all collections are called.
 
     Returns:
-        The graph, as far as it was followed.
+        The graph, which may end before the forward does.
 
     Raises:
         ModelError: a collection gets something else, or is not reached.
     """
-    above = [part for part in entry.modules() if holds(part, collections) and part not in collections]
-    for part in above:
-        check_untouched(named(path, part), part)
+    above = [module for module in entry.modules() if holds_any(module, collections) and module not in collections]
+    for module in above:
+        expect_plain_call(named(path, module), module)
     tracer = _Tracer(above)
     reason = "it returns before"
     with evaluating(entry), quiet():
@@ -47,9 +46,9 @@ def trace_to_collections(path: str, entry: nn.Module, collections: Collection[nn
         except Exception as error:  # the user's code may raise anything
             reason = f"{first_line(error)}{line_of_error(error)}"
     calls = {node: entry.get_submodule(str(node.target)) for node in tracer.graph.nodes if node.op == "call_module"}
-    for call, called in calls.items():
-        if called in collections:
-            _check_given(path, entry, call, above)
+    for call, module in calls.items():
+        if module in collections:
+            _expect_unchanged_argument(path, entry, call, above)
     for node in tracer.graph.nodes:
         if node.op == "get_attr" and _is_written(node):
             raise ModelError(
@@ -58,15 +57,15 @@ def trace_to_collections(path: str, entry: nn.Module, collections: Collection[nn
     for name, part in entry.named_modules():
         if part in collections and part not in calls.values():
             raise ModelError(
-                f"{named(path, entry)}: its forward cannot be followed to the collection {name!r} ({reason}), so "
-                f"that what it does to ids is not known: {INSTEAD}"
+                f"{named(path, entry)}: its forward cannot be traced to the collection {name!r} ({reason}), so what "
+                f"it does to ids is unknown: {INSTEAD}"
             )
     graph: fx.Graph = tracer.graph
     return graph
 
 
 class _Tracer(KeyedTracer):
-    """Follows the modules above collections. A call of any other module is one step."""
+    """Traces the modules above collections. A call of any other module is one node."""
 
     def __init__(self, above: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -76,45 +75,47 @@ class _Tracer(KeyedTracer):
         return m not in self._above
 
 
-def _check_given(path: str, entry: nn.Module, call: fx.Node, above: Collection[nn.Module]) -> None:
-    """Refuse a call of a collection whose argument is no input of `entry`, or an input that may have been changed."""
-    given: Any = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-    while isinstance(given, fx.Node) and selects_ids(given):
-        given = given.args[0]
-    if not isinstance(given, fx.Node) or given.op != "placeholder" or _is_changed(given):
+def _expect_unchanged_argument(path: str, entry: nn.Module, call: fx.Node, above: Collection[nn.Module]) -> None:
+    """Refuse a call of a collection whose argument is no input of `entry`, or an input that may have changed."""
+    argument: Any = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+    while isinstance(argument, fx.Node) and selects_ids(argument):
+        argument = argument.args[0]
+    if not isinstance(argument, fx.Node) or argument.op != "placeholder" or _is_changed(argument):
         blamed = entry
-        for module_path in _stack(given if isinstance(given, fx.Node) else call):
-            part = entry.get_submodule(module_path)
-            blamed = part if part in above else blamed
+        node = argument if isinstance(argument, fx.Node) else call
+        for module_path, _ in node.meta.get("nn_module_stack", {}).values():  # outermost first
+            module = entry.get_submodule(module_path)
+            blamed = module if module in above else blamed
+        blamed_path = next(name for name, module in entry.named_modules() if module is blamed)
         raise ModelError(
-            f"{named(_path_of(entry, blamed, path), blamed)}: gives the collection {call.target!r} other ids or "
-            f"weights than it is given itself: this is not served: {INSTEAD}"
+            f"{named(dotted(path, blamed_path), blamed)}: gives the collection {call.target!r} other ids or weights "
+            f"than its own inputs, which is not served: {INSTEAD}"
         )
 
 
-def check_untouched(where: str, module: nn.Module) -> None:
-    """Refuse a module whose call is more than the forward of its class."""
+def expect_plain_call(where: str, module: nn.Module) -> None:
+    """Refuse a module with hooks, or with a `forward` or `__call__` of its own."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     if hooks or "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
         raise ModelError(
-            f"{where}: has a hook, or a forward of its own, which may change what is looked up: remove it"
+            f"{where}: has a hook, or a forward of its own, which may change ids or embeddings: remove it"
         )
 
 
-def holds(module: nn.Module, collections: Collection[nn.Module]) -> bool:
-    """Whether a collection is in `module`, or is it."""
+def holds_any(module: nn.Module, collections: Collection[nn.Module]) -> bool:
+    """Whether `module` is one of the collections, or has one in it."""
     return any(part in collections for part in module.modules())
 
 
 def selects_ids(node: fx.Node) -> bool:
-    """Whether a step of a graph chooses among ids, or moves them, and does not change them."""
+    """Whether a node selects ids, or moves them to a device, without changing them."""
     if node.op == "call_method":
         return node.target in _SELECTING_METHODS
     return node.op == "call_function" and node.target in _SELECTING_FUNCTIONS
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether `node`, or a value made of it other than by a module, is changed in place."""
+    """Whether a value, or one computed from it outside of modules, is changed in place."""
     for user in node.users:
         name = str(user.target)
         in_place = user.op == "call_method" and name.endswith("_") and not name.endswith("__")
@@ -140,17 +141,8 @@ def _is_written(node: fx.Node) -> bool:
 
 
 def continues_after_collections(graph: fx.Graph) -> bool:
-    """Whether the forward does anything with what its collections answer."""
+    """Whether the forward uses the answers of its collections."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     return any(user.op != "output" for call in calls for user in call.users) or not any(
         node.op == "output" for node in graph.nodes
     )
-
-
-def _stack(node: fx.Node) -> list[str]:
-    """The paths of the modules in whose forward `node` is, outermost first."""
-    return [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-
-
-def _path_of(root: nn.Module, part: nn.Module, path: str) -> str:
-    return dotted(path, next(name for name, each in root.named_modules() if each is part))

@@ -11,8 +11,10 @@ _EMBEDDINGS = "_embedding_module"
 
 
 def inner_of(collection: Any) -> tuple[str, Any]:
-    """The collection that looks rows up, with its path in `collection`: itself, or the one behind processors or
-    managed collision modules."""
+    """The collection that looks rows up, with its path in `collection`.
+
+    It is `collection` itself, or the one inside it that follows feature processors or managed collision modules.
+    """
     if isinstance(collection, BaseManagedCollisionEmbeddingCollection):
         return _EMBEDDINGS, getattr(collection, _EMBEDDINGS)
     if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
@@ -26,7 +28,7 @@ def is_sequence(collection: Any) -> bool:
 
 
 def takes_weights(collection: Any) -> bool:
-    """Whether a collection weighs rows by the weights of a KJT. Feature processors put their own in their place."""
-    inner = inner_of(collection)[1]
-    own = isinstance(collection, FeatureProcessedEmbeddingBagCollection)
-    return bool(not own and not is_sequence(collection) and inner.is_weighted())
+    """Whether a collection weighs rows by the weights of a KJT. Feature processors replace these weights."""
+    if isinstance(collection, FeatureProcessedEmbeddingBagCollection) or is_sequence(collection):
+        return False
+    return bool(inner_of(collection)[1].is_weighted())

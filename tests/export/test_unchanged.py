@@ -113,7 +113,7 @@ def test_a_refused_model_stays_as_it_is(tmp_path: Path) -> None:
             return logits if logits.sum() > 0 else -logits
 
     module = Branches()
-    with pytest.raises(ModelError, match="cannot be followed"):
+    with pytest.raises(ModelError, match="cannot be traced"):
         export_model(module, tmp_path, "m", EXACT)
     assert module.seen is None
 

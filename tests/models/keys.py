@@ -283,7 +283,7 @@ KEYS: dict[str, NamedModel] = {
         Hashed, positional(pooled_ids), refused="by aten.remainder.Scalar at .*line [0-9]+: `return self.scores"
     ),
     "ids_of_pairs": NamedModel(
-        Pairs, edges, refused="cannot be followed for any number of samples at .*line [0-9]+: `pairs = "
+        Pairs, edges, refused="cannot be traced for any number of samples at .*line [0-9]+: `pairs = "
     ),
     "ends_of_edges": NamedModel(Edges, ends),
 }

@@ -166,7 +166,7 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     (Multiple, (keyed(s=EVERY_THIRD),), OF_IDS),
     (Squeezed, (keyed(s=SAME),), OF_IDS),
     (SameTotal, (keyed(s=SAME, u=SAME),), OF_IDS),
-    (Swallows, (keyed(**A), torch.arange(6)), "cannot be followed at .*test_decisions.py, line .*: `special = "),
+    (Swallows, (keyed(**A), torch.arange(6)), "cannot be traced at .*test_decisions.py, line .*: `special = "),
     (Guarded, (keyed(**A), torch.arange(6)), "hangs on numbers of the request at .*test_decisions.py, line"),
     *((kind, (keyed(**A), torch.arange(6)), ASKS) for kind in (Clock, Cutoff, Dated, OfNumpy, HeldClock, Elapsed)),
     (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),

@@ -141,7 +141,7 @@ REFUSED: dict[Callable[[Data], KeyedJaggedTensor], str] = {
     hashed_in_place: "makes the ids of the keys .* by aten.remainder_.Scalar at .*, line",
     turned: "gives a collection ids of key 'words' that are not those of one sample of the example",
     cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that cannot be done for any number",
-    cut_by_a_choice: "makes the ids of the keys .* by .* at .*, line|cannot be followed",
+    cut_by_a_choice: "makes the ids of the keys .* by .* at .*, line|cannot be traced",
     lengths_limited: "by aten.clamp.default at .*, line|fails for the example at .*, line .*ids, and lengths that",
     weights_doubled: "makes the ids of the keys .* by aten.mul.Tensor at .*, line",
 }

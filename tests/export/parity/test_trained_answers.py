@@ -15,7 +15,7 @@ from tests.support.wrapped_collections import Around, HashesValues, pooled
 
 
 class HashesSecretly(Around):
-    """In a way that cannot be followed: only running it shows."""
+    """In a way that cannot be traced: only running it shows."""
 
     def __init__(self) -> None:
         super().__init__()

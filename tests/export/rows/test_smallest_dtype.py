@@ -12,8 +12,8 @@ from export.errors import QuantizeError
 from export.pipeline import plan_model
 from export.rows.quantize import quantize, smallest_dtype
 from export.trained import checkpoint
-from export.trained.checkpoint import InMemory
 from export.trained.generated_checkpoint import generated_checkpoint
+from export.trained.stored_tensors import InMemory
 from export.trained.tables import TrainedTable
 from serving.bundle.tables import Pooling
 from tests.support import bundle_reader

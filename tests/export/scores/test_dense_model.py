@@ -1,4 +1,4 @@
-"""A dense part of the user's own takes the place of one that cannot be followed."""
+"""A dense part of the user's own takes the place of one that cannot be traced."""
 
 from dataclasses import replace
 from pathlib import Path

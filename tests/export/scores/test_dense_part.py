@@ -152,7 +152,7 @@ def test_a_weight_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
-    """Those of modules that are one step of the graph cannot be followed."""
+    """Those of modules that are one step of the graph cannot be traced."""
     module = dlrm()
     module.over_arch.register_forward_hook(lambda _, __, answer: answer + 1)
     bags, dense = random_request(module, np.random.default_rng(0), 5)

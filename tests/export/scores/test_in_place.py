@@ -134,6 +134,6 @@ def test_what_a_graph_does_not_have_is_refused(tmp_path: Path, model: Any, saved
     module = model()
     torch.save(module.state_dict(), tmp_path / "saved")
     with pytest.raises(
-        ExportError, match=r"does not have changes it|changes the buffer|cannot be followed|draws random numbers"
+        ExportError, match=r"does not have changes it|changes the buffer|cannot be traced|draws random numbers"
     ):
         export_model(module, tmp_path / "r", "m", CONFIG, checkpoint=tmp_path / "saved" if saved else None)

@@ -149,9 +149,9 @@ class OutOfReach(_Model):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Branches, "Branches: its forward cannot be followed{line}: symbolically traced variables"),
+        (Branches, "Branches: its forward cannot be traced{line}: symbolically traced variables"),
         (CountsIds, "CountsIds: uses 'ids' beside its collections, too{line}"),
-        (ReadsNumbers, "ReadsNumbers: its forward cannot be followed{line}"),
+        (ReadsNumbers, "ReadsNumbers: its forward cannot be traced{line}"),
         (HasDefault, "HasDefault: argument 'price' has a default"),
         (TakesMany, "TakesMany: argument '*more' has a default, or stands for several"),
         (TakesValues, "TakesValues: dense input 'values': expected a name of its own"),

@@ -184,7 +184,7 @@ class Harmful:
 
 def test_metadata_that_is_code_is_refused_and_not_run(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful(tmp_path / "harmed")))
-    with pytest.raises(CheckpointError, match="is no part of a checkpoint's metadata"):
+    with pytest.raises(CheckpointError, match="is not allowed in a checkpoint's metadata"):
         open_checkpoint(tmp_path)
     assert not (tmp_path / "harmed").exists()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from export.errors import CheckpointError
-from export.trained.checkpoint_prefix import WRAPPERS, ModelKeys, Saved, take
+from export.trained.checkpoint_prefix import WRAPPERS, ModelKeys, Saved, match_keys
 
 TABLE, HEAD = "ebc.embedding_bags.t.weight", ("tower.head.weight", "tower.head.bias", "head.weight")
 KEYS = (TABLE, *HEAD)
@@ -35,7 +35,7 @@ def under(*prefixes: str, keys: Iterable[str] = KEYS) -> list[str]:
     ],
 )  # fmt: skip
 def test_one_prefix_that_fits_is_taken(saved: list[str], prefix: str, unused: int) -> None:
-    taken = take(Saved("c", saved), MODEL)
+    taken = match_keys(Saved("c", saved), MODEL)
     assert (taken.prefix, taken.unused) == (prefix, unused)
     assert {*taken.keys} == {*KEYS}
     for key, own in taken.keys.items():
@@ -64,14 +64,14 @@ def test_one_prefix_that_fits_is_taken(saved: list[str], prefix: str, unused: in
 )  # fmt: skip
 def test_all_else_is_refused_by_name(saved: list[str], said: str) -> None:
     with pytest.raises(CheckpointError) as refused:
-        take(Saved("c", saved), MODEL)
+        match_keys(Saved("c", saved), MODEL)
     assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("saved", [under("model.", "ema."), [*under("model.", keys=HEAD), *under("ema.")]])
 @pytest.mark.parametrize("prefix", ["ema.", "ema"])
 def test_a_prefix_that_is_named_is_taken(saved: list[str], prefix: str) -> None:
-    taken = take(Saved("c", saved), MODEL, prefix)
+    taken = match_keys(Saved("c", saved), MODEL, prefix)
     assert taken.prefix == "ema."
     assert taken.keys == {key: f"ema.{key}" for key in KEYS}
     assert taken.unused == len(saved) - len(KEYS)
@@ -87,30 +87,30 @@ def test_a_prefix_that_is_named_is_taken(saved: list[str], prefix: str) -> None:
 )
 def test_a_prefix_that_does_not_fit_is_refused(prefix: str, said: str) -> None:
     with pytest.raises(CheckpointError) as refused:
-        take(Saved("c", [*under("model.", keys=KEYS[:3]), *under("ema.")]), MODEL, prefix)
+        match_keys(Saved("c", [*under("model.", keys=KEYS[:3]), *under("ema.")]), MODEL, prefix)
     assert said in str(refused.value)
 
 
 def test_tables_alone_are_right_whatever_is_beside_them() -> None:
     tables = ModelKeys({"embedding_bags.t.weight": "table 't'"}, ["embedding_bags.t.weight"])
-    taken = take(Saved("c", [*KEYS, "ebc.embedding_bags.other.weight"]), tables)
+    taken = match_keys(Saved("c", [*KEYS, "ebc.embedding_bags.other.weight"]), tables)
     assert (taken.prefix, taken.unused) == ("ebc.", 4)
     with pytest.raises(CheckpointError, match=r"2 times, under 'item\.ebc\.', 'user\.ebc\.'"):
-        take(Saved("c", under("user.", "item.")), tables)
+        match_keys(Saved("c", under("user.", "item.")), tables)
 
 
 def test_names_of_wrappers_in_the_model_itself() -> None:
     own: Any = {"module.weight": "weights", "head.weight": "weights"}
-    assert take(Saved("c", [*own]), ModelKeys(own, own)).prefix == ""
-    assert take(Saved("c", under("module.", keys=own)), ModelKeys(own, own)).prefix == "module."
+    assert match_keys(Saved("c", [*own]), ModelKeys(own, own)).prefix == ""
+    assert match_keys(Saved("c", under("module.", keys=own)), ModelKeys(own, own)).prefix == "module."
     compiled = {f"_orig_mod.{key}": "weights" for key in KEYS}
-    assert take(Saved("c", under("model.")), ModelKeys(compiled, compiled)).keys == {
+    assert match_keys(Saved("c", under("model.")), ModelKeys(compiled, compiled)).keys == {
         f"_orig_mod.{key}": f"model.{key}" for key in KEYS
     }
 
 
 def test_one_of_twins_is_enough() -> None:
     tied = replace(MODEL, twins=dict.fromkeys((TABLE, "head.weight"), (TABLE, "head.weight")))
-    taken = take(Saved("c", [key for key in KEYS if key != "head.weight"]), tied)
+    taken = match_keys(Saved("c", [key for key in KEYS if key != "head.weight"]), tied)
     assert "head.weight" not in taken.keys
     assert tied.saved_as("head.weight", taken.keys) == TABLE

@@ -113,7 +113,7 @@ def with_bag(**changed: Any) -> Any:
     return collection
 
 
-GIVES_OTHERS = "gives the collection .* other ids or weights than it is given itself"
+GIVES_OTHERS = "gives the collection .* other ids or weights than its own inputs"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ GIVES_OTHERS = "gives the collection .* other ids or weights than it is given it
         pytest.param(HashesInPlace, f"HashesInPlace: {GIVES_OTHERS}", id="ids changed in place"),
         pytest.param(HashesBehindDense, f"HashesBehindDense: {GIVES_OTHERS}", id="ids changed by a module"),
         pytest.param(lambda: nn.Sequential(nn.Linear(2, 2), pooled()), f"Sequential: {GIVES_OTHERS}", id="behind another"),
-        pytest.param(Branches, "cannot be followed to the collection 'ebc' .*control flow", id="control flow"),
-        pytest.param(NeverCalls, "cannot be followed to the collection 'ebc'", id="never called"),
+        pytest.param(Branches, "cannot be traced to the collection 'ebc' .*control flow", id="control flow"),
+        pytest.param(NeverCalls, "cannot be traced to the collection 'ebc'", id="never called"),
         pytest.param(lambda: Overrides(tables=pooled().embedding_bag_configs()), "Overrides: expected EmbeddingBagCollection", id="subclass"),
         pytest.param(with_indices, r"sequences \(EmbeddingCollection\): need_indices: expected False", id="sequences with indices"),
         pytest.param(padded, r"sequences \(EmbeddingCollection\): embeddings\.t: expected a plain nn\.Embedding, without", id="sequences with padding"),

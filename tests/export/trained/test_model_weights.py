@@ -195,7 +195,7 @@ def test_twins_with_other_numbers_are_refused(tmp_path: Path, kind: Any) -> None
     bundle = export(untrained(kind), tmp_path, state)
     assert_same(served(bundle), answers(trained(kind)))
     state["out.weight" if kind is TiesItsTable else "other.weight"][3] += 1
-    with pytest.raises(CheckpointError, match="are one tensor of the model, and have other numbers"):
+    with pytest.raises(CheckpointError, match="are one tensor of the model, and have different numbers"):
         export(untrained(kind), tmp_path, state)
 
 
@@ -292,7 +292,9 @@ def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Pa
     changed = publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint, checkpoint_prefix="model")
     assert changed is not None
     assert changed.rows == 20
-    with pytest.raises(ConfigurationError, match=r"checkpoint_prefix .* expected a checkpoint beside it"):
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint_prefix .* expected a checkpoint .--checkpoint. as well"
+    ):
         export_model(module, tmp_path / "r", "m", replace(EXACT, checkpoint_prefix="model"))
 
 

@@ -93,8 +93,8 @@ def test_a_key_of_several_tables_is_sent_once_and_answered_as_torchrec_does(tmp_
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x\ud800")]), r"feature 'x\\ud800': expected a name .* in UTF-8", id="surrogate"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a\udcff", "x")]), r"table 'a\\udcff': expected a name .* in UTF-8", id="surrogate in a table"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a,b", "x")]), "table 'a,b': expected a name without commas", id="comma in a table"),
-        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", "x")]), "feature 'x@a': expected different names, got 2 answers", id="a key twice"),
-        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "f", "f@b"), config("b", "f")]), "feature 'f@b': expected different names, got 2 answers", id="a name that is made"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", "x")]), "feature 'x@a': expected different names, got 2 features", id="a key twice"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "f", "f@b"), config("b", "f")]), "feature 'f@b': expected different names, got 2 features", id="a name that is made"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", num_embeddings_post_pruning=5)]), "table 'a': .* pruned", id="pruned"),
     ],
 )  # fmt: skip
