@@ -1,4 +1,4 @@
-"""Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/operating.md)."""
+"""Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/metrics.md)."""
 
 import threading
 from bisect import bisect_left

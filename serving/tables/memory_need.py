@@ -1,4 +1,4 @@
-"""How much memory a server needs: the one formula, for manifests, plans and docs/operating.md#memory."""
+"""How much memory a server needs: the one formula, for manifests, plans and docs/sizing.md#memory."""
 
 from dataclasses import dataclass
 from math import ceil

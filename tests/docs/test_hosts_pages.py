@@ -1,4 +1,4 @@
-"""What docs/sharding.md and docs/operating.md say of routers and hosts is done here, as a reader would do it."""
+"""The commands and programs of docs/sharding.md and docs/hosts.md run as a reader would run them."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.support.deadlines import PATIENT_S
 from tests.support.hosts import patient
 from tests.support.servers import Running, running
 
-OPERATING = (ROOT / "docs" / "operating.md").read_text().split("\n## Routers and hosts\n")[1].split("\n## ")[0]
+HOSTS = (ROOT / "docs" / "hosts.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ def test_sharding_s_router_is_looked_up(built: Built) -> None:
     assert shown.count("item_id") == 2
 
 
-def test_operating_s_engines_answer(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_of_the_page_of_hosts_answer(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(built.folder)
     first, second = built.server.hosts
     names: dict[str, Any] = {"patient": patient}
-    engine, for_asyncio = re.findall(r"^```python\n(.*?)^```$", OPERATING, re.MULTILINE | re.DOTALL)
+    engine, for_asyncio = re.findall(r"^```python\n(.*?)^```$", HOSTS, re.MULTILINE | re.DOTALL)
     engine = re.sub(r"hosts=(\{.*?\})", r"hosts=patient(\1)", engine)
     for text in (engine, for_asyncio.replace("timeout_s=0.1", "timeout_s=20")):
         exec(text.replace("a:8001", first).replace("b:8001", first).replace("c:8001", second), names)
@@ -59,16 +59,16 @@ def test_operating_s_engines_answer(built: Built, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(names["answers"][7]["item_id"][0], names["answer"]["item_id"][1])
 
 
-def test_operating_s_settings_are_taken(built: Built) -> None:
-    for text in re.findall(r"^```\n(tbe-serve configure .*?)^```$", OPERATING, re.MULTILINE | re.DOTALL):
+def test_the_settings_of_the_page_of_hosts_are_taken(built: Built) -> None:
+    for text in re.findall(r"^```\n(tbe-serve configure .*?)^```$", HOSTS, re.MULTILINE | re.DOTALL):
         run(text, built.folder)
     settings = settings_of(read_config(built.folder / "repository" / "movies"))
     assert settings.hosts == {"0": "a:8001,b:8001", "1": "dns:///movies-host-1:8001"}
     assert (settings.shard_timeout_ms, settings.on_shard_failure) == (100, {"item*": "zero"})
 
 
-def test_operating_names_every_setting_of_routers() -> None:
-    named = set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", OPERATING, re.MULTILINE))))
+def test_the_page_of_hosts_names_every_setting_of_routers() -> None:
+    named = set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", HOSTS, re.MULTILINE))))
     options = {
         (setting.flag or f"--{each.name.replace('_', '-')}")[2:] for each, setting in table() if setting.is_of_router
     }

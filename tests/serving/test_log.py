@@ -126,6 +126,6 @@ def test_the_page_lists_all_events_and_no_others() -> None:
         r'logging\.[A-Z]+, "([a-z_]+)"',
     )
     events = {event for way in ways for event in re.findall(way, code)}
-    page = (root.parent / "docs" / "operating.md").read_text().partition("## Logs")[2].partition("\n## ")[0]
+    page = (root.parent / "docs" / "logs.md").read_text().partition("| event | level |")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
     assert {each for row in rows for each in re.findall(r"\w+", row)} == events

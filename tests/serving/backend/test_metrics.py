@@ -299,7 +299,7 @@ def test_the_dashboard_shows_every_metric_of_ours(pages: str) -> None:
 
 
 def test_a_page_explains_every_metric_of_ours(pages: str) -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     for name in {name.removesuffix(HISTOGRAM.get(name, "")) for name in families(pages)}:
         assert f"| `{name}`" in page or f", `{name}` |" in page, name
 
@@ -332,7 +332,7 @@ def test_gauges_are_asked_of_versions_that_are_served() -> None:
 
 
 def test_age_is_asked_of_versions_that_are_served() -> None:
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     asked = [line for line in page.splitlines() if line.startswith("time() -")]
     asked += [query for query in queries() if "exported" in query]
     assert len(asked) == 2

@@ -120,7 +120,7 @@ def is_ready(server: Running) -> bool:
         return False
 
 
-@pytest.mark.promise("A server that [drains](operating.md#draining) before a stop loses no call of any gRPC client")
+@pytest.mark.promise("A server that [drains](stopping.md#draining) before a stop loses no call of any gRPC client")
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 def test_a_stop_loses_no_call_of_plain_clients(repository: Path, tmp_path: Path, tls: bool) -> None:
     """One client takes two servers in turn, the other comes by a proxy that leaves a server that is not ready."""
