@@ -20,11 +20,13 @@ from serving.lookup.ranks import BatchAnswer, failed_of
 from serving.model.settings import ServingSettings, WeightsMemory
 from serving.ranks import open_ranks
 from serving.requests.accept import accept
+from serving.requests.answer_columns import AnswerColumns
 from serving.requests.answers import JaggedRows, decode
 from serving.requests.batches import Batch, PooledBatch, unmerge, unmerge_rows
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.id_maps import IdMaps
+from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_key
 from serving.requests.merge import merge_all
 from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
@@ -214,11 +216,14 @@ class Engine(Closing):
         self.ranks.close()
         self.table_files.close()
 
-    def lookup(self, features: Features, *, shared: Collection[str] = ()) -> dict[str, Any]:
+    def lookup(
+        self, features: Features, *, shared: Collection[str] = (), nulls: Nulls = "refuse"
+    ) -> AnswerColumns[Any]:
         """Look up the embeddings of some features.
 
         Args:
-            features: ids by feature (TorchRec's KJT key), in any form that `serving.requests.encoding.encode` takes.
+            features: ids by feature (TorchRec's KJT key), in any form that `serving.requests.encoding.encode` takes:
+                lists, arrays, columns, or a DataFrame, whose columns that are no features are left out.
             shared: the features that have one bag, whatever the number of samples: their answers are [1, dim].
 
         Returns:
@@ -230,8 +235,8 @@ class Engine(Closing):
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        tensors = encode(features, self._weighted_keys, shared)
-        return self._answered(tensors).by_feature(tensors)
+        tensors = self._encoded(features, shared, nulls)
+        return AnswerColumns(self._answered(tensors).by_feature(tensors))
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """Rows of a table. Weights, also those by position, do not count.
@@ -251,11 +256,18 @@ class Engine(Closing):
         rows: JaggedRows = self._answered(tensors).by_feature(tensors)[table]
         return rows.values
 
-    def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, shared: Collection[str] = ()) -> Outputs:
+    def score(
+        self,
+        features: Features,
+        dense: DenseFeatures = NO_DENSE,
+        *,
+        shared: Collection[str] = (),
+        nulls: Nulls = "refuse",
+    ) -> AnswerColumns[Any]:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
 
         Args:
-            features: ids of all features, as `lookup` takes them.
+            features: ids of all features, as `lookup` takes them. A DataFrame may have the dense inputs, too.
             dense: the dense inputs of the model's forward by name, [B, *shape] each.
             shared: the features that have one bag, and dense inputs that have one row, which count for all samples.
 
@@ -269,10 +281,11 @@ class Engine(Closing):
         schema = self.schema
         if not isinstance(schema, ScoringSchema):
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
-        tensors = encode(features, self._weighted_keys, shared)
+        tensors = self._encoded(features, shared, nulls)
         lengths = lengths_by_key(tensors, tensors.features or schema.all_features.keys) if schema.by_id else {}
         names = [output.name for output in schema.dense_part.outputs]
-        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(schema.dense_inputs, dense, lengths)))
+        encoded = encode_dense(schema.dense_inputs, dense, lengths, frame=features, nulls=nulls)
+        return AnswerColumns(self.outputs(replace(tensors, outputs=names, dense=encoded)))
 
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.
@@ -290,6 +303,10 @@ class Engine(Closing):
             requests: of this engine's schema, as `serving.requests.accept.accept` gives them.
         """
         return answer(self.schema, requests, self.ranks.answer, self._dense)
+
+    def _encoded(self, features: Features, shared: Collection[str], nulls: Nulls) -> Tensors:
+        keys = self.schema.all_features.keys
+        return encode(features, self._weighted_keys, shared, keys=keys, nulls=nulls)
 
     def _answered(self, tensors: Tensors) -> GroupAnswer:
         """The answer to one request; raises InvalidRequest and HostUnavailable."""

@@ -52,6 +52,9 @@ FEW_IMPORT = {
     "tritonclient": set(),
     "psutil": {"serving.triton.stubs"},
     "torchrec": set(),
+    "pandas": set(),
+    "polars": set(),
+    "pyarrow": set(),
     "export": set(),
 }
 

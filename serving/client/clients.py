@@ -23,10 +23,11 @@ from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
 from serving.client.session import Call, MakeCall, Session
 from serving.closing import AsyncClosing, Closing
-from serving.errors import InternalError, RequestCancelled
+from serving.errors import DeadlineExceeded, InternalError, RequestCancelled
 from serving.protocol.messages import unary
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures
 from serving.requests.encoding import Features
+from serving.requests.input_forms import Nulls
 from serving.requests.types import Embeddings
 
 T = TypeVar("T")
@@ -106,9 +107,14 @@ class _Client:
 
         async def make_call(call: Call) -> Any:
             attempt = partial(self._attempt, call, trace)
-            return await with_retries(
-                attempt, self._pause, connection.retries, deadline, connection.has_other_servers
-            )
+            try:
+                return await with_retries(
+                    attempt, self._pause, connection.retries, deadline, connection.has_other_servers
+                )
+            except DeadlineExceeded as error:
+                limit_s = connection.timeout_s if timeout_s is None else timeout_s
+                advice = "give `timeout_s` to this call or the client, or send less at once"
+                raise DeadlineExceeded(f"{error}: the deadline was {limit_s:g} s: {advice}") from None
 
         return make_call
 
@@ -167,20 +173,29 @@ class LookupClient(_Client, Closing):
         self,
         features: Features,
         *,
+        nulls: Nulls = "refuse",
         shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
     ) -> Answer:
-        """Embeddings of B samples.
+        """Look up the embeddings of B samples.
+
+            answer = client.lookup({"genres": [[3, 5], []], "item_id": [7, 8]})
+            answer["genres"]  # float32 [2, dim]
+            client.lookup(df).to_polars()
 
         Args:
             features: ids by feature: any of the model's features, in any order. The ids of a feature are one of:
                 a list of B bags, each a list or array of ids, such as [[3, 5], []];
+                a list or array of B ids, if each sample has one;
+                a column of B ids or B lists of ids: a pandas or polars Series, or a pyarrow Array or ChunkedArray;
                 a tuple of arrays, (values int64 [N_f], lengths int32 [B]), and a third, weights float32 [N_f], if the
                 feature's ids are weighted. A tuple is never read as bags;
                 a dict of the same arrays, {"values": …, "lengths": …, "weights": …}.
-                `features` may also be a torchrec KeyedJaggedTensor.
+                `features` may also be a DataFrame (pandas, polars, pyarrow Table or RecordBatch): its columns that
+                have the names of features are taken. Or a torchrec KeyedJaggedTensor.
+            nulls: "refuse" null lists and ids, or read a null list as an "empty" one, and leave null ids out.
             shared: the features that have one bag for all samples, such as the user's features in ranking. They are
                 sent, looked up and returned once, [1, dim].
             timeout_s: deadline of this lookup in seconds. None: the client's.
@@ -201,9 +216,8 @@ class LookupClient(_Client, Closing):
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
-        return _result(
-            self._session.lookup(self._caller(timeout_s, trace), features, shared=shared, every_host=every_host)
-        )
+        call = self._caller(timeout_s, trace)
+        return _result(self._session.lookup(call, features, nulls=nulls, shared=shared, every_host=every_host))
 
     def score(
         self,
@@ -211,16 +225,21 @@ class LookupClient(_Client, Closing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
+        nulls: Nulls = "refuse",
         shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
         """Score B samples with the whole model, which must have been exported with `--scores`.
 
+            client.score({"item_id": [7, 8], "genres": [[3, 5], []]}, dense={"price": [9.5, 3.0]})["scores"]
+            client.score(df).to_polars()  # the columns of df have the names of features and dense inputs
+
         Args:
-            features: ids of all features, in the forms of `lookup`.
-            dense: the dense inputs of the model's forward by name, [B, *shape] each: lists or arrays of floats,
-                integers or booleans, as the model expects.
+            features: ids of all features, in the forms of `lookup`. A DataFrame may have the dense inputs, too.
+            dense: the dense inputs of the model's forward by name, [B, *shape] each: lists, arrays or columns of
+                floats, integers or booleans, as the model expects. An input of one number may be [B] or [B, 1].
+            nulls: as `lookup`. Nulls of dense inputs are refused.
             outputs: names of the outputs to return. None: all.
             shared: the features with one bag, and the dense inputs with one row, for all samples.
             timeout_s: as `lookup`.
@@ -234,7 +253,8 @@ class LookupClient(_Client, Closing):
             InvalidRequest: the model cannot answer these ids, dense inputs or names, or has no scores.
             ServingError: as `lookup`.
         """
-        return _result(self._session.score(self._caller(timeout_s, trace), features, dense, outputs, shared=shared))
+        call = self._caller(timeout_s, trace)
+        return _result(self._session.score(call, features, dense, outputs, nulls=nulls, shared=shared))
 
     def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
@@ -285,15 +305,15 @@ class AsyncLookupClient(_Client, AsyncClosing):
         self,
         features: Features,
         *,
+        nulls: Nulls = "refuse",
         shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
     ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._session.lookup(
-            self._caller(timeout_s, trace), features, shared=shared, every_host=every_host
-        )
+        call = self._caller(timeout_s, trace)
+        return await self._session.lookup(call, features, nulls=nulls, shared=shared, every_host=every_host)
 
     async def score(
         self,
@@ -301,12 +321,14 @@ class AsyncLookupClient(_Client, AsyncClosing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
+        nulls: Nulls = "refuse",
         shared: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
         """As `LookupClient.score`."""
-        return await self._session.score(self._caller(timeout_s, trace), features, dense, outputs, shared=shared)
+        call = self._caller(timeout_s, trace)
+        return await self._session.score(call, features, dense, outputs, nulls=nulls, shared=shared)
 
     async def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None

@@ -10,12 +10,13 @@ from serving.bundle.scores import INPUT_DTYPES
 from serving.client.model_info import ModelInfo
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
+from serving.requests.answer_columns import AnswerColumns
 from serving.requests.answers import JaggedRows
 from serving.requests.parameters import encode_parameters
 from serving.requests.types import Embeddings, Outputs, Tensors
 
 
-class Answer(dict[str, Any]):
+class Answer(AnswerColumns[Any]):
     """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order of the request.
 
     A feature of an EmbeddingCollection has `JaggedRows` instead: one row for each id, not pooled.
@@ -30,7 +31,7 @@ class Answer(dict[str, Any]):
         self.version = version
 
 
-class Scores(dict[str, npt.NDArray[Any]]):
+class Scores(AnswerColumns[npt.NDArray[Any]]):
     """Scores of a whole model, {output: [B, …]}, each in the dtype of its output.
 
     The arrays are read-only views of the response's bytes.

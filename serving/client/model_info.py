@@ -10,6 +10,8 @@ from serving.bundle.scores import DenseInput, InputDtype, ScoreDtype
 from serving.protocol.messages import DataType
 from serving.requests.types import EMBEDDINGS, IDS, LOOKED_UP, SHARED
 
+# What lengths are counted in, int32, has no more.
+_UNLIMITED = 2**31 - 1
 _TYPE_FP16, _TYPE_INT32 = DataType.TYPE_FP16, DataType.TYPE_INT32
 
 
@@ -31,6 +33,8 @@ class ModelInfo:
         score_dtypes: the dtype of each output.
         takes_shared: whether requests may name shared features.
         by_id: the key of each dense input and score that has one row for each id of a key.
+        max_request_ids: most ids in a request.
+        max_request_samples: most samples in a request.
     """
 
     dims: dict[str, int]
@@ -46,6 +50,8 @@ class ModelInfo:
     score_dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
     takes_shared: bool = False
     by_id: Mapping[str, str] = field(default_factory=dict)
+    max_request_ids: int = _UNLIMITED
+    max_request_samples: int = _UNLIMITED
 
 
 def info_of(config: Any) -> ModelInfo:
@@ -72,6 +78,8 @@ def info_of(config: Any) -> ModelInfo:
         scores={output.name: tuple(output.dims[1:]) for output in scores},
         score_dtypes={output.name: ScoreDtype(_kserve_name(output)).numpy for output in scores},
         by_id=by_id,
+        max_request_ids=int(parameters.get("max_request_ids", _UNLIMITED)),
+        max_request_samples=int(parameters.get("max_request_samples", _UNLIMITED)),
         takes_shared=any(output.name == SHARED for output in config.output),
     )
 

@@ -15,12 +15,13 @@ import numpy.typing as npt
 from serving.bundle.scores import SCORE_DTYPES
 from serving.client.messages import Answer, Scores, infer_request
 from serving.client.model_info import ModelInfo, info_of
-from serving.errors import ConfigurationError, InternalError, InvalidRequest
+from serving.errors import ConfigurationError, InternalError, InvalidRequest, Reason
 from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
 from serving.requests.answers import JaggedRows, decode, decode_rows
 from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
+from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_key, samples_of, shared_mask
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
 
@@ -66,11 +67,13 @@ class Session:
 
     async def info(self, call: MakeCall) -> ModelInfo:
         """The model's features and dims, which are fetched once."""
-        if self._info is None:
-            response = await call(Call("ModelConfig", ModelConfigRequest(name=self._model)))
-            if not response.config.parameters.keys() >= _PARAMETERS:
-                raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
-            self._info = info_of(response.config)
+        return await self._fetched_info(call) if self._info is None else self._info
+
+    async def _fetched_info(self, call: MakeCall) -> ModelInfo:
+        response = await call(Call("ModelConfig", ModelConfigRequest(name=self._model)))
+        if not response.config.parameters.keys() >= _PARAMETERS:
+            raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
+        self._info = info_of(response.config)
         return self._info
 
     async def lookup(self, call: MakeCall, features: Features, **options: Any) -> Answer:
@@ -79,15 +82,15 @@ class Session:
         Args:
             call: makes a call.
             features: ids by feature.
-            options: other fields of `Tensors`. Embeddings of features in `shared` are [1, dim].
+            options: `nulls` of `encode`, and other fields of `Tensors`. Embeddings of features in `shared` are
+                [1, dim].
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
             InternalError: the response does not match the model's configuration.
             ServingError: as `call`.
         """
-        info = await self.info(call)
-        tensors = self._encoded(info, features, **options)
+        info, tensors = await self._encoded(call, features, **options)
         keys = tensors.features or ()
         lengths = lengths_by_key(tensors, keys)
         key_of = {name: key for key in keys for name in info.keys[key]}
@@ -135,6 +138,8 @@ class Session:
         features: Features,
         dense: DenseFeatures,
         outputs: Collection[str] | None,
+        *,
+        nulls: Nulls,
         **options: Any,
     ) -> Scores:
         """Scores of B samples, {output: [B, …]}, each in the dtype of its output.
@@ -144,6 +149,7 @@ class Session:
             features: ids of all features.
             dense: dense inputs by name.
             outputs: names of the outputs to return. None: all.
+            nulls: as in `encode`.
             options: other fields of `Tensors`.
 
         Raises:
@@ -157,12 +163,13 @@ class Session:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
         if not output_names:
             raise InvalidRequest(f"{self._where} has no scores: export the model with --scores")
-        tensors = self._encoded(info, features, **options)
+        info, tensors = await self._encoded(call, features, nulls=nulls, **options)
         keys = tensors.features or tuple(info.keys)
         lengths = lengths_by_key(tensors, keys) if info.by_id else {}
         if lacking := [key for key in info.by_id.values() if key not in lengths]:
             raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
-        tensors = replace(tensors, outputs=output_names, dense=encode_dense(info.dense, dense, lengths))
+        encoded = encode_dense(info.dense, dense, lengths, frame=features, nulls=nulls)
+        tensors = replace(tensors, outputs=output_names, dense=encoded)
         is_shared = shared_mask(keys, [dense_input.name for dense_input in info.dense], tensors.shared)
         samples = samples_of(tensors, keys, is_shared, info.by_id)
         ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
@@ -184,14 +191,30 @@ class Session:
             scores[output.name] = np.frombuffer(content, dtype).reshape(shape)
         return Scores({name: scores[name] for name in output_names}, int(response.model_version))
 
-    def _encoded(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:
+    async def _encoded(self, call: MakeCall, features: Features, **options: Any) -> tuple[ModelInfo, Tensors]:
+        """The model, and the tensors of a request to it.
+
+        Raises:
+            InvalidRequest: the request is larger than the server takes.
+            ServingError: as `_tensors`, and as `call`.
+        """
+        info = await self.info(call)
+        try:
+            return info, self._tensors(info, features, **options)
+        except InvalidRequest as error:
+            if error.reason is not Reason.SIZE:
+                raise
+        info = await self._fetched_info(call)  # the limits may have been raised
+        return info, self._tensors(info, features, **options)
+
+    def _tensors(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:
         """The tensors of a request.
 
         Raises:
-            InvalidRequest: the model has no such feature, or the request cannot be encoded.
+            InvalidRequest: the model has no such feature, or the request is too large or cannot be encoded.
             InternalError: the model was exported by a version without shared features.
         """
-        tensors = encode(features, info.weighted, **options)
+        tensors = encode(features, info.weighted, keys=info.keys, limits=info, **options)
         for name in tensors.features or ():
             if name not in info.keys:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")

@@ -14,50 +14,71 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
+from serving.requests.arrow_columns import ArrowStream
 from serving.requests.encoding import has_boolean
-from serving.requests.input_forms import array_of, convert_rows
+from serving.requests.frames import columns_of, is_frame
+from serving.requests.input_forms import Column, Nulls, convert_numbers, convert_rows
 from serving.requests.schema import shortened
 from serving.requests.types import Array, Dense, Lengths
 
-# By the name of the input, [B, *shape]; of one with a row for each id, [n, *shape], or the rows of each bag.
-DenseFeatures = Mapping[str, npt.ArrayLike]
+# By the name of the input, [B, *shape]; of one with a row for each id, [n, *shape], or the rows of each bag. Or a
+# DataFrame with a column for each input.
+DenseFeatures = Mapping[str, npt.ArrayLike | Column] | ArrowStream
 NO_DENSE: DenseFeatures = MappingProxyType({})
 # float32 has all integers up to here, and few beyond.
 _LAST_INTEGER = 2**24
 
 
 def encode_dense(
-    inputs: Sequence[DenseInput], dense: DenseFeatures, lengths: Mapping[str, Lengths] = MappingProxyType({})
+    inputs: Sequence[DenseInput],
+    dense: DenseFeatures,
+    lengths: Mapping[str, Lengths] = MappingProxyType({}),
+    *,
+    frame: Any = None,
+    nulls: Nulls = "refuse",
 ) -> dict[str, Array]:
     """Dense inputs as arrays of their dtypes.
 
     Args:
         inputs: those of the model.
-        dense: by name. What has a row for each id of a key comes as an array [n, *shape]; or as a list of bags, as
-            ids do, each with the rows of its ids.
+        dense: by name, as arrays or columns [B, *shape]; an input of one number may also be [B] or [B, 1]. What has a
+            row for each id of a key comes as an array [n, *shape]; or as a list of bags, as ids do, each with the
+            rows of its ids. A DataFrame has all inputs, each as a column; in place of an input it is its columns side
+            by side.
         lengths: of the bags of such keys, which those of `dense` are compared with.
+        frame: where it is a DataFrame, what has the inputs that `dense` does not have.
+        nulls: what null lists of rows are, as in `serving.requests.encoding.encode`. Other nulls are refused.
 
     Raises:
         InvalidRequest: naming the input that the model does not have, or that is no array of its kind of numbers, or
             has one that its dtype has not: an integer that FP32 would round, or a number that is too large.
     """
+    names = [dense_input.name for dense_input in inputs]
+    if is_frame(dense):
+        frame, dense = dense, {}
     if not isinstance(dense, Mapping):
         raise InvalidRequest(
-            f"dense: expected arrays by name, {{name: [B, …]}}, got {type(dense).__name__}", Reason.DENSE
+            f"dense: expected arrays by name, {{name: [B, …]}}, or a DataFrame, got {type(dense).__name__}",
+            Reason.DENSE,
         )
     _expect_known(inputs, dense)
+    if is_frame(frame):
+        dense = columns_of(frame, {*names} - dense.keys()) | dict(dense)
     return {
-        dense_input.name: _encoded(dense_input, dense[dense_input.name], lengths.get(dense_input.key or ""))
+        dense_input.name: _encoded(dense_input, dense[dense_input.name], lengths.get(dense_input.key or ""), nulls)
         for dense_input in inputs
         if dense_input.name in dense
     }
 
 
-def _encoded(dense_input: DenseInput, numbers: npt.ArrayLike, lengths: Lengths | None) -> Array:
+def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nulls: Nulls) -> Array:
     try:
         if dense_input.key is not None:
-            numbers = _rows(dense_input, numbers, lengths)
-        array = array_of(numbers)
+            numbers = _rows(dense_input, numbers, lengths, nulls)
+        if is_frame(numbers):
+            array = np.stack([convert_numbers(column) for column in columns_of(numbers).values()], axis=1)
+        else:
+            array = convert_numbers(numbers)
     except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
         raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
     if array.dtype.kind not in "fiub":
@@ -70,22 +91,30 @@ def _encoded(dense_input: DenseInput, numbers: npt.ArrayLike, lengths: Lengths |
             _check_fits(dense_input.name, array, numbers)
     else:
         _check_exact(dense_input, array, numbers)
-    return np.ascontiguousarray(array, dense_input.dtype.numpy)
+    return np.ascontiguousarray(_shaped(dense_input, array), dense_input.dtype.numpy)
 
 
-def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None) -> Any:
+def _shaped(dense_input: DenseInput, array: Array) -> Array:
+    """An array as [B, *shape], if the input has one number for each row, [B] or [B, 1]; or if there is no row."""
+    if array.shape in ((0,), (0, 0)):
+        return array.reshape(0, *dense_input.shape)
+    is_one_number = math.prod(dense_input.shape) == 1 and array.shape in ((array.size,), (array.size, 1))
+    return array.reshape(array.size, *dense_input.shape) if is_one_number else array
+
+
+def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nulls) -> Any:
     """The rows of an input with a row for each id, [n, *shape], from any form."""
-    jagged = convert_rows(rows, len(dense_input.shape))
+    jagged = convert_rows(rows, len(dense_input.shape), nulls)
     if jagged.lengths is None:
         return jagged.values
-    if jagged.lengths and lengths is not None and jagged.lengths != lengths.tolist():
-        expected, got = (shortened(str(counts)) for counts in (lengths.tolist(), jagged.lengths))
+    if len(jagged.lengths) and lengths is not None and not np.array_equal(jagged.lengths, lengths):
+        expected, got = (shortened(str(counts.tolist())) for counts in (lengths, jagged.lengths))
         raise InvalidRequest(
             f"dense input {dense_input.name!r}: expected bags with a row for each id of {dense_input.key!r}, "
             f"{expected}, got {got}",
             Reason.DENSE,
         )
-    return jagged.values or np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
+    return jagged.values if len(jagged.values) else np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
 
 
 def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) -> None:
@@ -101,7 +130,7 @@ def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) 
         )
     if dense_input.dtype is InputDtype.BOOL:
         return
-    if isinstance(numbers, Sequence) and has_boolean(np.asarray(numbers, object).ravel().tolist()):
+    if has_boolean(_as_objects(numbers)):
         raise InvalidRequest(
             f"dense input {dense_input.name!r}: expected integers, which travel as {dense_input.dtype.value}, "
             "got a boolean among them",
@@ -123,9 +152,8 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
     Numbers that were given as floats are measured ones: they are rounded, as they were for training.
     """
     large = array[np.abs(array.astype(np.float64)) > _LAST_INTEGER]
-    if large.size and array.dtype.kind == "f" and isinstance(numbers, Sequence):
-        large = np.asarray(numbers, object).ravel()  # numpy made floats of integers beside floats
-    for number in large.tolist():
+    objects = _as_objects(numbers) if large.size and array.dtype.kind == "f" else []
+    for number in objects or large.tolist():  # numpy made floats of integers beside floats
         with np.errstate(over="ignore"):
             rounded = float(np.float32(number))
         if math.isinf(rounded) and not math.isinf(number):
@@ -137,6 +165,15 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
                     f"got the integer {integer}, which it would round to {rounded:.0f}",
                     Reason.DENSE,
                 )
+
+
+def _as_objects(numbers: Any) -> list[Any]:
+    """The numbers of a list, or of an array or column of objects, flat; none where they have a dtype."""
+    if isinstance(numbers, Sequence):
+        return np.asarray(numbers, object).ravel().tolist()  # type: ignore[no-any-return]
+    if isinstance(dtype := getattr(numbers, "dtype", None), np.dtype) and dtype == np.object_:
+        return _as_objects(np.asarray(numbers).tolist())
+    return []
 
 
 def accept_dense(

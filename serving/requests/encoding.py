@@ -2,13 +2,18 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import InvalidRequest
-from serving.requests.input_forms import FeatureInput, array_of, convert_ids, is_list_of_ids
+from serving.errors import ConfigurationError, InvalidRequest
+from serving.requests.arrow_columns import ArrowStream
+from serving.requests.columns import INTEGERS
+from serving.requests.frames import columns_of, is_frame
+from serving.requests.input_forms import FeatureInput, Nulls, array_of, convert_ids
+from serving.requests.limits import RequestLimits, check_size
+from serving.requests.schema import listed
 from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
 
 
@@ -29,58 +34,86 @@ class Kjt(Protocol):
         """A weight for each id; floats [N], or None."""
 
 
-Features = Mapping[str, FeatureInput] | Kjt
+# A DataFrame has columns of ids by the names of features.
+Features = Mapping[str, FeatureInput] | Kjt | ArrowStream
 
-_INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
+_WHAT_TO_DO = {
+    "f": ': ids are integers: convert whole numbers, .astype("int64"); pandas makes floats of integers with nulls, '
+    'which the dtype "Int64" does not',
+}
 
 
 def encode(
-    features: Features, weighted: Collection[str] = (), shared: Collection[str] = (), **options: Any
+    features: Features,
+    weighted: Collection[str] = (),
+    shared: Collection[str] = (),
+    *,
+    keys: Collection[str] | None = None,
+    nulls: Nulls = "refuse",
+    limits: RequestLimits | None = None,
+    **options: Any,
 ) -> Tensors:
     """Lay the bags of some features out as one feature-major request.
 
     Args:
-        features: a torchrec KeyedJaggedTensor, or by feature name one bag of ids for each of B samples, as
+        features: by feature name one bag of ids for each of B samples; or a DataFrame of pandas or polars, or a Table
+            or RecordBatch of pyarrow, whose columns are that; or a torchrec KeyedJaggedTensor. The bags are
             a list of B bags, each a list or array of ids. Any sequence but a tuple is such a list;
             a list of B ids, or an array [B], where each bag has one: [3, 5] for [[3], [5]];
+            a column of B ids or B lists of ids: a pandas or polars Series, a pyarrow Array or ChunkedArray. Lists of
+            structs with the fields `id` and `weight` are weighted;
             a tuple of arrays (values [N_f], lengths [B]), or (values [N_f], lengths [B], weights [N_f]) for features
             whose ids carry weights;
-            or a mapping of these arrays, {"values": …, "lengths": …} and perhaps "weights".
-            Values and lengths may be of any integer dtype, weights of any number's.
+            a mapping of these arrays, {"values": …, "lengths": …} and perhaps "weights"; or of a column of bags and
+            one of their weights, {"values": …, "weights": …}.
+            Values and lengths may be of any integer dtype, weights of any number's. Columns of booleans are ids 0
+            and 1.
         weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
             sent with a weight of 1.
         shared: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
             inputs may come once, too.
+        keys: the columns of a DataFrame that are ids, as far as it has them. Other columns are left out. None: all.
+        nulls: "refuse" nulls of columns, and None in lists, or read a null list as an "empty" one, and leave null ids
+            out of their bags.
+        limits: how large the request may be; no limit where None.
         options: other fields of `Tensors`.
 
     Returns:
         values int64 [N], lengths int32 [F·B], weights float32 [N] or None.
 
     Raises:
-        InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong.
+        InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong, or the limit.
+        ConfigurationError: `nulls` is another word.
     """
+    if nulls not in get_args(Nulls):
+        raise ConfigurationError(f"nulls: expected one of {listed(get_args(Nulls))}, got {nulls!r:.80}")
     shared = _names(shared)
-    if isinstance(features, Kjt) and not isinstance(features, Mapping):
+    if is_frame(features):
+        features = _of_frame(features, weighted, keys)
+    elif isinstance(features, Kjt) and not isinstance(features, Mapping):
         _expect_as_in_requests(features, shared)
         return replace(_of_kjt(features, weighted), shared=shared, **options)
     if not isinstance(features, Mapping):
         raise InvalidRequest(
-            f"features: expected ids by feature, {{name: ids}}, or a KeyedJaggedTensor, got {type(features).__name__}"
+            "features: expected ids by feature, {name: ids}, a KeyedJaggedTensor or a DataFrame, got "
+            f"{type(features).__name__}"
         )
     if not features:
         raise InvalidRequest("features: expected at least one, got none")
-    columns = {name: _column(name, ids) for name, ids in features.items()}
-    samples = {name: len(lengths) for name, (_, lengths, _) in columns.items()}
-    _expect_samples(samples, shared, {name for name, ids in features.items() if is_list_of_ids(ids)})
+    columns = {name: _column(name, ids, nulls) for name, ids in features.items()}
+    samples = {name: column.lengths.size for name, column in columns.items()}
+    _expect_samples(samples, shared, {name for name, column in columns.items() if column.is_list_of_ids})
+    if limits is not None:
+        check_size(sum(column.values.size for column in columns.values()), max(samples.values()), limits)
     weights = [
-        np.ones(values.size, np.float32) if column_weights is None else column_weights
-        for name, (values, _, column_weights) in columns.items()
-        if _sends_weights(name, column_weights is not None, weighted)
+        np.ones(column.values.size, np.float32) if column.weights is None else column.weights
+        for name, column in columns.items()
+        if _sends_weights(name, column.weights is not None, weighted)
     ]
     return Tensors(
         features=tuple(features),
-        values=np.concatenate([values for values, _, _ in columns.values()]),
-        lengths=np.concatenate([lengths for _, lengths, _ in columns.values()]),
+        values=np.concatenate([column.values for column in columns.values()]),
+        lengths=np.concatenate([column.lengths for column in columns.values()]),
         weights=np.concatenate(weights) if weights else None,
         shared=shared,
         **options,
@@ -107,7 +140,7 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
 
 def has_boolean(numbers: Sequence[Any]) -> bool:
     """Whether one of the numbers is a boolean of Python, numpy or torch. Among integers, numpy converts it to 1."""
-    if {*map(type, numbers)} <= _INTEGERS:
+    if {*map(type, numbers)} <= INTEGERS:
         return False
     return any(isinstance(number, bool) or str(getattr(number, "dtype", "")).endswith("bool") for number in numbers)
 
@@ -178,29 +211,49 @@ def _sends_weights(name: str, has_weights: bool, weighted: Collection[str]) -> b
     return bool(weighted)
 
 
-def _column(name: str, ids: Any) -> tuple[Ids, Lengths, Weights | None]:
-    """The ids int64 [N_f], lengths int32 [B] and weights float32 [N_f] of one feature, from any form."""
+class _Column(NamedTuple):
+    """The bags of one feature.
+
+    Attributes:
+        values: ids; int64 [N_f].
+        lengths: bag sizes; int32 [B].
+        weights: of each id; float32 [N_f], or None.
+        is_list_of_ids: whether they were written as one id for each sample.
+    """
+
+    values: Ids
+    lengths: Lengths
+    weights: Weights | None
+    is_list_of_ids: bool
+
+
+def _of_frame(frame: Any, weighted: Collection[str], keys: Collection[str] | None) -> dict[str, Any]:
+    columns = columns_of(frame, keys, weighted)
+    if not columns and keys is not None:
+        raise InvalidRequest(f"features: expected a column for at least one of {listed([*keys])}, got none")
+    return columns
+
+
+def _column(name: str, ids: Any, nulls: Nulls) -> _Column:
+    """The bags of one feature, from any form."""
     if not isinstance(name, str):
         raise InvalidRequest(f"feature {name!r}: expected the name of a feature, got {type(name).__name__}")
     try:
-        jagged = convert_ids(ids)
+        jagged = convert_ids(ids, nulls)
     except ValueError as error:
         raise InvalidRequest(f"feature {name!r}: {error}") from error
     values = _integers(name, jagged.values, np.int64)
-    if jagged.lengths is None:
-        return values, np.ones(values.size, np.int32), None
-    lengths = _integers(name, jagged.lengths, np.int32)
+    is_list_of_ids = jagged.lengths is None
+    lengths = np.ones(values.size, np.int32) if is_list_of_ids else _integers(name, jagged.lengths, np.int32)
     if (total := lengths.sum(dtype=np.int64)) != values.size:
         raise InvalidRequest(
             f"feature {name!r}: expected {total} ids, the sum of its lengths, got {values.size}: a tuple is (values, "
             "lengths); a list of bags is a list"
         )
-    if jagged.weights is None:
-        return values, lengths, None
-    weights = _floats(name, jagged.weights)
-    if weights.shape != values.shape:
+    weights = None if jagged.weights is None else _floats(name, jagged.weights)
+    if weights is not None and weights.shape != values.shape:
         raise InvalidRequest(f"feature {name!r}: expected {values.size} weights, got shape {list(weights.shape)}")
-    return values, lengths, weights
+    return _Column(values, lengths, weights, is_list_of_ids)
 
 
 def _floats(name: str, numbers: Any, what: str = "feature") -> Weights:
@@ -229,6 +282,7 @@ def _integers(name: str, numbers: Any, dtype: type[np.signedinteger[Any]], what:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(
             f"{what} {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
+            f"{_WHAT_TO_DO.get(array.dtype.kind, '')}"
         )
     if isinstance(numbers, (list, tuple)) and has_boolean(numbers):
         raise InvalidRequest(f"{what} {name!r}: expected integers, got a boolean among them")

@@ -14,8 +14,8 @@ from serving.requests.offsets import bounds_of
 from serving.requests.types import SEQUENCES, KjtRequest
 
 
-class Limits(Protocol):
-    """The settings that limit requests, TBE calls and the backlog. Defaults are in `serving.model.settings` only."""
+class RequestLimits(Protocol):
+    """The settings that limit the size of a request, which clients know, too."""
 
     @property
     def max_request_ids(self) -> int:
@@ -24,6 +24,10 @@ class Limits(Protocol):
     @property
     def max_request_samples(self) -> int:
         """Most samples in a request. A larger one is refused."""
+
+
+class Limits(RequestLimits, Protocol):
+    """The settings that limit requests, TBE calls and the backlog. Defaults are in `serving.model.settings` only."""
 
     @property
     def merged_requests(self) -> int:
@@ -46,7 +50,7 @@ class Limits(Protocol):
         """Load shedding: a request that has waited longer than this, in milliseconds, is refused."""
 
 
-def check_size(ids: int, samples: int, limits: Limits) -> None:
+def check_size(ids: int, samples: int, limits: RequestLimits) -> None:
     """Refuse a request that has more ids or samples than `limits` allow.
 
     Raises:

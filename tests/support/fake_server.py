@@ -18,10 +18,11 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.fail: Callable[[Any], None] = lambda _: None
         self.calls: list[tuple[Any, dict[str, str], float]] = []
         self.dim = 2
+        self.parameters = {"features": "x", "dims": "2", "weighted": "", "schema_digest": "c"}
 
     def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
         response = pb.ModelConfigResponse()
-        for key, value in {"features": "x", "dims": "2", "weighted": "", "schema_digest": "c"}.items():
+        for key, value in self.parameters.items():
             response.config.parameters[key].string_value = value
         response.config.output.add(name="embeddings", data_type=11)
         return response

@@ -12,6 +12,7 @@ from serving.errors import (
     ConfigurationError,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
 )
 from tests.support.fake_server import FakeServer
 from tests.support.lookups import Lookup
@@ -47,10 +48,28 @@ def test_a_deadline_covers_all_tries(lookup: Lookup, fake: FakeServer, address: 
 
     fake.fail = fail
     try:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match=r"the deadline was 0\.5 s: give `timeout_s` to this call"):
             lookup(address, timeout_s=0.5)
     finally:
         released.set()
+
+
+def test_a_request_over_the_limits_is_not_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
+    fake.parameters |= {"max_request_samples": "3", "max_request_ids": "4"}
+    with pytest.raises(InvalidRequest, match="samples: expected at most 3 in a request, got 4"):
+        lookup(address, {"x": [[1]] * 4})
+    with pytest.raises(InvalidRequest, match="ids: expected at most 4 in a request, got 5"):
+        lookup(address, {"x": [[1] * 5]})
+    assert not fake.calls
+    lookup(address, {"x": [[1], [2], [3, 4]]})
+
+
+def test_limits_that_were_raised_hold_for_a_client_that_knew_others(fake: FakeServer, address: str) -> None:
+    fake.parameters |= {"max_request_samples": "3"}
+    with LookupClient(address, "m", timeout_s=100) as client:
+        client.lookup({"x": [[1]]})
+        fake.parameters |= {"max_request_samples": "4"}
+        assert client.lookup({"x": [[1]] * 4})["x"].shape == (4, 2)
 
 
 def test_a_call_s_own_deadline_and_trace(fake: FakeServer, address: str) -> None:

@@ -178,6 +178,65 @@ def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> 
         accept_dense([country], {"country": np.array([[0, 6], [outside, 3]])}, 2)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0.5, 2],
+        [[0.5], [2]],
+        np.array([0.5, 2]),
+        np.array([[0.5], [2]]),
+        np.array([0.5, 2], object),
+        np.array([[0.5], [2]], object),
+        torch.tensor([0.5, 2]),
+    ],
+    ids=repr,
+)
+def test_an_input_of_one_number_has_one_dimension_or_two(shape: tuple[int, ...], given: Any) -> None:
+    found = encode_dense([DenseInput("price", shape)], {"price": given})["price"]
+    assert found.tolist() == np.array([0.5, 2]).reshape(2, *shape).tolist()
+    assert found.dtype == np.float32
+
+
+def test_no_samples_have_every_shape() -> None:
+    without_samples: list[Any] = [[], np.zeros(0), np.zeros((0, 0))]
+    for nothing in without_samples:
+        assert encode_dense([DenseInput("price", (2, 3))], {"price": nothing})["price"].shape == (0, 2, 3)
+
+
+def objects(*items: Any) -> Any:
+    array = np.empty(len(items), object)
+    for position, item in enumerate(items):
+        array[position] = item
+    return array
+
+
+def test_objects_are_taken_as_the_numbers_that_they_are() -> None:
+    for rows in (objects([0.5, 2.0], (1, 3)), objects(np.array([0.5, 2.0]), np.array([1, 3]))):
+        found = encode_dense([DenseInput("price", (2,))], {"price": rows})["price"]
+        assert found.tolist() == [[0.5, 2.0], [1.0, 3.0]]
+    relation = DenseInput("relation", (), InputDtype.INT64)
+    assert encode_dense([relation], {"relation": objects(2**62, 3)})["relation"].tolist() == [2**62, 3]
+
+
+@pytest.mark.parametrize(
+    ("dense_input", "given", "message"),
+    [
+        (PRICE, objects(0.5, None), "expected numbers: got a null in sample 1: fill it, or leave the sample out"),
+        (PRICE, objects("1"), "expected numbers of one dtype that numpy has, got <U1"),
+        (PRICE, objects([1.0], [1.0, 2.0]), "expected numbers: "),
+        (PRICE, objects(0.5, LAST + 1), "expected numbers of FP32, .* got the integer 16777217"),
+        (PRICE, objects([0.5], [LAST + 1]), "expected numbers of FP32, .* got the integer 16777217"),
+        (DenseInput("price", (), InputDtype.INT64), objects(2, True), "expected integers, .* got a boolean among them"),
+        (DenseInput("price", (), InputDtype.INT64), objects(2, 1.0), "expected integers, .* got float64"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_objects_that_are_no_such_numbers_are_refused(dense_input: DenseInput, given: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"dense input 'price': {message}"):
+        encode_dense([dense_input], {"price": given})
+
+
 TIMES = DenseInput("times", (), InputDtype.INT64, key="seen")
 PLACES = DenseInput("places", (2,), key="seen")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from serving.errors import InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest, Reason
+from serving.model.settings import ServingSettings
 from serving.requests.answers import decode
 from serving.requests.encoding import encode
 
@@ -68,6 +69,104 @@ def test_a_flat_list_of_ids_has_one_for_each_sample(ids: Any) -> None:
     assert tensors.values.dtype == np.int64
     assert tensors.values.tolist() == [*map(int, ids), 7, 8, 9]
     assert tensors.lengths.tolist() == [1, 1, 1, 1, 0, 2]
+
+
+def objects(*items: Any) -> Any:
+    array = np.empty(len(items), object)
+    for position, item in enumerate(items):
+        array[position] = item
+    return array
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "lengths"),
+    [
+        pytest.param([[3, 5], None, []], [3, 5], [2, 0, 0], id="a list"),
+        pytest.param([[None], [3, None, 5], None], [3, 5], [0, 2, 0], id="ids of lists"),
+        pytest.param([3, None, 5], [3, 5], [1, 0, 1], id="ids of a list"),
+        pytest.param([None, None], [], [0, 0], id="nothing else"),
+        pytest.param(objects(3, None, np.int8(5)), [3, 5], [1, 0, 1], id="ids of an object array"),
+        pytest.param(objects([3, 5], None, np.array([7])), [3, 5, 7], [2, 0, 1], id="bags of an object array"),
+        pytest.param(
+            objects(np.array([3, 5]), None, np.array([])), [3, 5], [2, 0, 0], id="arrays of an object array"
+        ),
+    ],
+)
+def test_nulls_are_refused_or_left_out(ids: Any, values: list[int], lengths: list[int]) -> None:
+    tensors = encode({"a": ids}, nulls="empty")
+    assert (tensors.values.tolist(), tensors.lengths.tolist()) == (values, lengths)
+    assert tensors.values.dtype == np.int64
+    assert tensors.lengths.dtype == np.int32
+    first = next(number for number, bag in enumerate(ids) if bag is None or (isinstance(bag, list) and None in bag))
+    with pytest.raises(InvalidRequest, match=rf"feature 'a': expected no nulls, got one in sample {first}: fill it"):
+        encode({"a": ids})
+
+
+def test_another_word_for_nulls_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nulls: expected one of 'refuse', 'empty', got 'drop'"):
+        encode({"a": [1]}, nulls="drop")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param(objects(3, 5, np.int64(1)), id="ids"),
+        pytest.param(objects([3], (5,), np.array([1])), id="bags"),
+        pytest.param(objects(*np.array([[3], [5], [1]], np.uint16)), id="arrays"),
+        pytest.param(np.array([[3], [5], [1]], np.int8), id="a matrix"),
+    ],
+)
+def test_object_arrays_and_matrices_are_taken(ids: Any) -> None:
+    tensors = encode({"a": ids})
+    assert (tensors.values.tolist(), tensors.lengths.tolist()) == ([3, 5, 1], [1, 1, 1])
+
+
+def test_arrays_of_several_dtypes_are_not_cast_to_one() -> None:
+    """numpy would make 1 of True, and a float of a uint64 beside an int64."""
+    with pytest.raises(InvalidRequest, match="feature 'a': expected integers, got a boolean among them"):
+        encode({"a": objects(np.array([True]), np.array([3]))})
+    with pytest.raises(InvalidRequest, match="feature 'a': expected numbers that fit int64"):
+        encode({"a": objects(np.array([2**63], np.uint64))})
+
+
+def test_ids_and_weights_may_be_two_columns_of_bags() -> None:
+    tensors = encode({"a": {"values": [[3, 5], [], [1]], "weights": [[0.5, 2.0], [], [3.0]]}}, "a")
+    assert tensors.lengths.tolist() == [2, 0, 1]
+    assert tensors.weights is not None
+    assert tensors.weights.tolist() == [0.5, 2.0, 3.0]
+    tensors = encode({"a": {"values": [3, None, 1], "weights": [0.5, None, 3.0]}}, "a", nulls="empty")
+    assert tensors.weights is not None
+    assert (tensors.lengths.tolist(), tensors.weights.tolist()) == ([1, 0, 1], [0.5, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "message"),
+    [
+        ([[3, 5], [1]], [[0.5], [1.0]], "got 1 weights for the 2 ids of sample 0"),
+        ([[3, 5], [1]], [[0.5, 1.0]], "got weights of 1 samples for ids of 2"),
+        ([[3], None], [[0.5], [1.0]], "got 1 weights for the 0 ids of sample 1"),
+        ([[3, None]], [[None, 1.0]], "got a null in a bag of one of two columns: leave the id and its weight out"),
+        ([[3]], ([1.0], [1], [2.0]), "got weights in one of two columns"),
+    ],
+)
+def test_two_columns_that_do_not_agree_are_refused(ids: Any, weights: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"feature 'a': .*{message}"):
+        encode({"a": {"values": ids, "weights": weights}}, "a", nulls="empty")
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"a": [[1, 2], [3]], "b": [1, 2]}, "ids: expected at most 4 in a request, got 5: send several requests"),
+        ({"a": [[], [], [], []]}, "samples: expected at most 3 in a request, got 4: send several requests"),
+    ],
+)
+def test_a_request_over_the_limits_is_refused(features: Any, message: str) -> None:
+    limits = ServingSettings(max_request_ids=4, max_request_samples=3)
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        encode(features, limits=limits)
+    assert refused.value.reason is Reason.SIZE
+    encode({"a": [[1, 2], [3], [4]]}, limits=limits)
 
 
 def test_what_was_a_list_of_bags_stays_one() -> None:
@@ -137,14 +236,16 @@ FORMS = r"feature 'a': expected a list of bags, .*, or a tuple of arrays, \(valu
     [
         pytest.param({}, "features: expected at least one", id="nothing"),
         pytest.param({"a": [[1]], "b": [[1], [2]]}, "feature 'b': expected as many samples as 'a' has, 1, got 2", id="samples"),
-        pytest.param(5, r"features: expected ids by feature, \{name: ids\}, or a KeyedJaggedTensor, got int", id="no features"),
+        pytest.param(5, r"features: expected ids by feature, \{name: ids\}, a KeyedJaggedTensor or a DataFrame, got int", id="no features"),
         pytest.param([[1]], "features: expected ids by feature, .* got list", id="bags alone"),
         pytest.param({5: [[1]]}, "feature 5: expected the name of a feature, got int", id="no name"),
         pytest.param({"a": [3, [5]]}, FORMS + "; got a list that mixes ids and bags", id="an id, then a bag"),
         pytest.param({"a": [[3], 5]}, FORMS + "; got a list that mixes ids and bags", id="a bag, then an id"),
-        pytest.param({"a": [3, None]}, FORMS + "; got a list that mixes ids and bags", id="an id, then nothing"),
+        pytest.param({"a": [3, None]}, "feature 'a': expected no nulls, got one in sample 1: fill it, or pass", id="an id, then nothing"),
+        pytest.param({"a": [[3], [], None]}, "feature 'a': expected no nulls, got one in sample 2", id="nothing among bags"),
+        pytest.param({"a": [[3], [5, None]]}, "feature 'a': expected no nulls, got one in sample 1", id="nothing in a bag"),
         pytest.param({"a": (3, 5)}, FORMS + "; got a tuple of 2", id="a tuple of ids"),
-        pytest.param({"a": [1.5, 2]}, "feature 'a': expected integers", id="one-hot fractions"),
+        pytest.param({"a": [1.5, 2]}, r"feature 'a': expected integers in 1 dimension, got float64 \[2\]: ids are integers: convert", id="one-hot fractions"),
         pytest.param({"a": MASKED}, "feature 'a': expected integers: a masked array", id="masked ids"),
         pytest.param({"a": (MASKED, [1, 1])}, "feature 'a': expected integers: a masked array", id="masked values"),
         pytest.param({"a": [MASKED]}, FORMS + "; got MaskedArray for a list", id="a masked bag"),

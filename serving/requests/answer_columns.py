@@ -1,0 +1,101 @@
+"""An answer as columns of a DataFrame. The library of the DataFrame is imported when it is asked for."""
+
+import math
+from importlib import import_module
+from typing import Any, TypeVar
+
+import numpy as np
+
+from serving.errors import ConfigurationError
+from serving.requests.answers import JaggedRows
+from serving.requests.types import Array
+
+Values = TypeVar("Values")
+
+
+class AnswerColumns(dict[str, Values]):
+    """What a model answers, by the name of the feature or output: arrays [B, …], or `JaggedRows` of B samples.
+
+    As a DataFrame it has a row for each sample and a column for each name: [B] and [B, 1] are a column of numbers,
+    [B, n] and more a column of lists of n numbers, and `JaggedRows` a column of lists of rows.
+    """
+
+    def to_arrow(self) -> Any:
+        """A pyarrow Table. Lists of n are fixed_size_lists. Numbers are not copied, but booleans are.
+
+        Raises:
+            ConfigurationError: pyarrow is not installed, or the columns have different numbers of rows.
+        """
+        pyarrow = self._library("pyarrow")
+        return pyarrow.table({name: _arrow_column(pyarrow, values) for name, values in self.items()})
+
+    def to_polars(self) -> Any:
+        """A polars DataFrame. Lists of n are Arrays. float16 becomes float32.
+
+        Raises:
+            ConfigurationError: polars is not installed, or the columns have different numbers of rows.
+        """
+        polars = self._library("polars")
+        return polars.DataFrame([_polars_column(polars, name, values) for name, values in self.items()])
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame. Lists are numpy arrays: views of the answer.
+
+        Raises:
+            ConfigurationError: pandas is not installed, or the columns have different numbers of rows.
+        """
+        pandas = self._library("pandas")
+        return pandas.DataFrame({name: _pandas_column(pandas, values) for name, values in self.items()})
+
+    def _library(self, name: str) -> Any:
+        rows = {column: len(values) for column, values in self.items()}  # type: ignore[arg-type]
+        if len({*rows.values()}) > 1:
+            raise ConfigurationError(
+                f"answer: expected as many rows in each column, got {rows}: make a table each of what is shared, "
+                "of what has a row for each id, and of the rest"
+            )
+        try:
+            return import_module(name)
+        except ImportError as error:
+            raise ConfigurationError(f"{name}: expected it to be installed: pip install {name}: {error}") from error
+
+
+def _is_number(array: Array) -> bool:
+    """Whether there is one number for each sample."""
+    return math.prod(array.shape[1:]) == 1 and array.ndim <= 2
+
+
+def _arrow_column(pyarrow: Any, values: Any) -> Any:
+    if isinstance(values, JaggedRows):
+        bounds = np.cumsum([0, *values.lengths], dtype=np.int64)
+        return pyarrow.LargeListArray.from_arrays(bounds, _arrow_lists(pyarrow, values.values))
+    return pyarrow.array(values.reshape(-1)) if _is_number(values) else _arrow_lists(pyarrow, values)
+
+
+def _arrow_lists(pyarrow: Any, array: Array) -> Any:
+    lists = pyarrow.array(np.ascontiguousarray(array).reshape(-1))
+    for axis in range(array.ndim - 1, 0, -1):
+        kind = pyarrow.list_(lists.type, array.shape[axis])
+        lists = pyarrow.FixedSizeListArray.from_arrays(lists, type=kind)
+    return lists
+
+
+def _polars_column(polars: Any, name: str, values: Any) -> Any:
+    if not isinstance(values, JaggedRows):
+        array = values.reshape(-1) if _is_number(values) else values
+        return polars.Series(name, _float32_of_halves(array))
+    samples = np.arange(len(values))
+    rows = polars.DataFrame({"sample": np.repeat(samples, values.lengths), "rows": _float32_of_halves(values.values)})
+    bags = rows.group_by("sample", maintain_order=True).all()
+    column = polars.DataFrame({"sample": samples}).join(bags, on="sample", how="left", maintain_order="left")["rows"]
+    return column.fill_null(polars.Series([[]], dtype=column.dtype)).alias(name)
+
+
+def _float32_of_halves(array: Array) -> Array:
+    return array.astype(np.float32) if array.dtype == np.float16 else array
+
+
+def _pandas_column(pandas: Any, values: Any) -> Any:
+    if isinstance(values, JaggedRows):
+        return pandas.Series([values.rows(sample) for sample in range(len(values))], dtype=object)
+    return values.reshape(-1) if _is_number(values) else pandas.Series([*values], dtype=object)
