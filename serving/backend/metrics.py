@@ -1,5 +1,6 @@
 """Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/metrics.md)."""
 
+import ctypes
 import threading
 from bisect import bisect_left
 from collections import deque
@@ -111,7 +112,11 @@ def histograms(
 
 
 def triton_families(pb_utils: Any) -> Families:
-    """A function that makes families of Triton metrics.
+    """A function that makes families of Triton metrics, which are never deleted.
+
+    Triton shares metrics of one name and the same labels between processes, but deletes them with the first family
+    that has them: other processes then count into freed memory, and tritonserver dies (server#8663). Before 26.09 a
+    process that deletes its families at its end dies itself (server#8662).
 
     Args:
         pb_utils: the module `triton_python_backend_utils` of a running backend.
@@ -121,6 +126,7 @@ def triton_families(pb_utils: Any) -> Families:
         made: Family = pb_utils.MetricFamily(
             name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
         )
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
         return made
 
     return family
@@ -159,13 +165,10 @@ class LookupMetrics:
         kernels: str = "unknown",
         has_slow_kernels: bool = False,
     ) -> None:
-        # Triton deletes a family and its metrics when nothing refers to it.
-        self._families: list[Family] = []
         self._all: list[Total] = []
 
         def family_of(name: str, description: str, kind: Kind) -> Family:
-            self._families.append(families(name, description, kind))
-            return self._families[-1]
+            return families(name, description, kind)
 
         def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, Total]:
             family = family_of(name, description, "COUNTER")

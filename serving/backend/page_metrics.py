@@ -31,12 +31,12 @@ class PageMetrics:
         self._warn = warn
         self._next = 0.0
         self._populated: PagesUsed | None = None
-        # Set, not incremented: all instances map the same files. Triton deletes a family that nothing refers to.
-        self._families = {
+        # Set, not incremented: all instances map the same files.
+        families_by_name = {
             "mapped": families("tbe_weights_bytes", "Bytes of weights files that each instance has mapped", "GAUGE"),
             "huge": families("tbe_weights_huge_bytes", "Bytes of weights files mapped in huge pages", "GAUGE"),
         }
-        self._metrics = {name: family.Metric(labels) for name, family in self._families.items()}
+        self._metrics = {name: family.Metric(labels) for name, family in families_by_name.items()}
         self._name = f"{labels['model']} {labels['version']}"
         self._fits = True
         self._warn_of_memory()

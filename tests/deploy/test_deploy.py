@@ -221,11 +221,13 @@ def test_an_image_is_healthy_as_the_operations_port_says() -> None:
     assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 1
 
 
-def test_the_image_is_above_the_security_floor() -> None:
+def test_the_image_is_the_release_for_production_above_the_security_floor() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
-    year, month = image.partition("tritonserver:")[2].removesuffix("-py3").split(".")
+    release = image.partition("tritonserver:")[2].removesuffix("-py3")
+    year, month = release.split(".")
     assert (int(year), int(month)) >= (26, 4), "below the security floor"
+    assert f"Run the official container **{release}**" in (DEPLOY.parent / "docs" / "versions.md").read_text()
     assert {"ARG TRITON_DIGEST", "FROM ${TRITON_IMAGE}@${TRITON_DIGEST}"} <= set(lines), "a tag can be moved"
 
 

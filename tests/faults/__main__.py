@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
+from tests.faults import clients, files, fresh, histories, lying, memory, reloads, servers, whole
 from tests.faults.hosts import machines
 from tests.support.process_cleanup import end_together
 
@@ -20,6 +20,7 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: servers.stub_killed(folder / "killed", 10).line(),
         lambda: servers.paused(folder / "stopped", 5, servers.by_sigstop).line(),
         lambda: servers.paused(folder / "held", 5, servers.by_a_debugger).line(),
+        lambda: reloads.reloaded(folder / "reloads", 300).line(),
         lambda: (
             f"{len(files.published_at_once(folder / 'published', 4, 5))} of 20 versions of 4 publishers are whole"
         ),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.ptrace import DETACH, INTERRUPT, SEIZE, WALL, ptrace
 from tests.faults.tools import Asked, Seen, asking, published, wait_until_all_are_answered
 from tests.support.servers import lives, running, shared_regions, stubs
 
@@ -136,30 +137,24 @@ def by_sigstop(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
-# <linux/ptrace.h>
-_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000
-
-
 @contextmanager
 def by_a_debugger(process: psutil.Process) -> Iterator[None]:
     """A process that does not go on, as where its machine or control group is: nobody can tell from outside."""
-    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
-    ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     held = []
     for each in process.threads():
-        if ptrace(_SEIZE, each.id, None, None):
+        if ptrace(SEIZE, each.id, None, None):
             assert ctypes.get_errno() == errno.ESRCH, os.strerror(ctypes.get_errno())
             continue  # it has ended since they were listed
-        assert not ptrace(_INTERRUPT, each.id, None, None)
-        os.waitpid(each.id, _WALL)
+        assert not ptrace(INTERRUPT, each.id, None, None)
+        os.waitpid(each.id, WALL)
         held.append(each.id)
     assert held
     yield
     # The main thread is seen to end as the last, and is listed anywhere: psutil sorts by text, "10001" before "9968".
     for thread in sorted(held, key=lambda each: each == process.pid):
-        if ptrace(_DETACH, thread, None, None):  # it was killed meanwhile, and stays until its debugger has seen it
+        if ptrace(DETACH, thread, None, None):  # it was killed meanwhile, and stays until its debugger has seen it
             with suppress(ChildProcessError):
-                os.waitpid(thread, _WALL)
+                os.waitpid(thread, WALL)
 
 
 def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractContextManager[None]]) -> Paused:

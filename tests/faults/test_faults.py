@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
+from tests.faults import clients, files, fresh, histories, lying, memory, reloads, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.leak_check import keeps_growing
 from tests.support.long_cases import one_in
@@ -53,6 +53,17 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     print(seen.line())
     assert seen.wrong == 0
     assert seen.answers >= 8
+
+
+@pytest.mark.promise("Reloads of several processes under load lose no request and crash no process")
+@pytest.mark.parametrize("times", one_in(2, [5, 20]))
+def test_reloads_under_load_lose_no_request_and_crash_no_process(tmp_path: Path, times: int) -> None:
+    seen = reloads.reloaded(tmp_path, times)
+    print(seen.line())
+    assert (seen.wrong, seen.lost, seen.crashes, seen.crashed_at_end, seen.bad_scrapes) == (0, 0, 0, 0, 0)
+    assert seen.counted == seen.answers > 0
+    assert seen.ended >= times * reloads.INSTANCES // 2
+    assert seen.scrapes > times
 
 
 @pytest.mark.promise(

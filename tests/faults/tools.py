@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from export import export_model
-from serving.client import LookupClient
+from export import ExportConfig, export_model
+from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServingError
 from tests.support.long_cases import BREATH_S
@@ -23,9 +23,9 @@ Bags = dict[str, Any]
 PATIENCE_S = 120
 
 
-def publish(folder: Path) -> Path:
-    """A bundle of the model `m`."""
-    return export_model(collection(SUM), folder / "r", "m")
+def publish(folder: Path, seed: int = 0, config: ExportConfig | None = None) -> Path:
+    """A version of the model `m`."""
+    return export_model(collection(SUM, seed=seed), folder / "r", "m", config)
 
 
 class Asked(Protocol):
@@ -45,18 +45,21 @@ def published(folder: Path) -> "Oracle":
 
 
 class Oracle:
-    """Requests and their answers, by an engine in this process."""
+    """Requests, and the answers of each version, by an engine in this process."""
 
-    def __init__(self, bundle: Path) -> None:
+    def __init__(self, *bundles: Path) -> None:
         random = np.random.default_rng(0)
         self.requests: list[Bags] = [dict(random_bags(random, SUM, int(random.integers(1, 20)))) for _ in range(16)]
-        engine = Engine.open(bundle)
-        self.answers = [engine.lookup(bags) for bags in self.requests]
+        engines = {int(bundle.name): Engine.open(bundle) for bundle in bundles}
+        self.answers = {
+            version: [engine.lookup(bags) for bags in self.requests] for version, engine in engines.items()
+        }
 
     def is_right(self, client: LookupClient, number: int) -> bool:
-        """Ask, and compare bit for bit."""
+        """Ask, and compare bit for bit with the answer of the version that the server names."""
         answer = client.lookup(self.requests[number])
-        return all(np.array_equal(answer[name], rows) for name, rows in self.answers[number].items())
+        expected = self.answers[answer.version][number]
+        return all(np.array_equal(answer[name], rows) for name, rows in expected.items())
 
 
 @dataclass
@@ -71,12 +74,14 @@ class Seen:
 
 
 @contextmanager
-def asking(url: str, oracle: Asked, clients: int = 4, timeout_s: float = 1.0) -> Iterator[list[Seen]]:
+def asking(
+    url: str, oracle: Asked, clients: int = 4, timeout_s: float = 1.0, retries: Retries | None = None
+) -> Iterator[list[Seen]]:
     """Clients that ask all the time, each with what it has seen so far."""
     seen, stopped = [Seen() for _ in range(clients)], threading.Event()
 
     def ask(mine: Seen) -> None:
-        with LookupClient(url, "m", timeout_s) as client:
+        with LookupClient(url, "m", timeout_s, retries=retries) as client:
             while not stopped.wait(BREATH_S):
                 for number in range(len(oracle.requests)):
                     try:
