@@ -102,5 +102,5 @@ def test_the_commands_of_releases_run(repository: Path) -> None:
 
 
 def test_the_default_that_the_page_names_is_that_of_the_command() -> None:
-    (named,) = re.findall(r"`--unload-after-s`\n\((\d+)\) seconds", PAGE.read_text())
+    (named,) = re.findall(r"`--unload-after-s`\s\((\d+)\) seconds", PAGE.read_text())
     assert f"Default: {named}." in " ".join(tbe_serve("run", "--help").stdout.split())
