@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from export.capture.model_files import patched
-from export.capture.value_checks import asking_check
+from export.capture.value_checks import check_frame
 from export.trained.source_location import current_line, is_user_code
 
 
@@ -77,7 +77,7 @@ def record_branches(log: BranchLog, flipped: Collection[int] = ()) -> Iterator[B
                 return bool(is_true(value))
             comparison = condition.node.expr  # before the outcome is known, which would replace it
             holds = bool(is_true(value))
-            if asking_check() is not None:
+            if check_frame() is not None:
                 return holds
             log.branches.append(Branch(comparison, holds, current_line()))
             return holds != (len(log.branches) - 1 in flipped)

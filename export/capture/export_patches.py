@@ -186,7 +186,7 @@ class _TraceableFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if (passed := self._checks.answer(func)) is not NotImplemented:
+        if (passed := self._checks.outcome(func)) is not NotImplemented:
             return passed
         is_unbind = func in (Tensor.unbind, torch.unbind)
         if is_unbind and args[1:] in ((), (0,)) and isinstance(args[0].shape[0], torch.SymInt):

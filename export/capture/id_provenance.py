@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from export.capture.call_signature import IdColumns, Signature
 from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
-from export.capture.graph_nodes import answers_of, not_made_alike, not_moved
+from export.capture.graph_nodes import answers_of
+from export.capture.number_moves import find_changing_node, find_uneven_node
 from export.capture.row_counts import Input, is_lengths
 from export.capture.stub_collections import Collections, keys_of_features
 from export.capture.trace import ForwardKjt, TracedModel
@@ -101,9 +102,9 @@ def _expect_moved(
     ids, lengths, *weights = parts
     keys = ", ".join(map(repr, kjt.keys))
     changing = (
-        not_moved(module, [ids], lengths_nodes, is_raw=kjt.is_raw)
-        or not_moved(module, [lengths])
-        or not_moved(module, weights, lengths_nodes)
+        find_changing_node(module, [ids], lengths_nodes, is_raw=kjt.is_raw)
+        or find_changing_node(module, [lengths])
+        or find_changing_node(module, weights, lengths_nodes)
     )
     if changing is not None:
         raise ModelError(
@@ -111,7 +112,7 @@ def _expect_moved(
             f"{line_of(changing) or kjt.line}: expected ids as a request brings them, in another order alone: do it "
             "before the model, and give what comes of it as its argument"
         )
-    if (changing := not_made_alike([lengths, *weights])) is not None:
+    if (changing := find_uneven_node([lengths, *weights])) is not None:
         raise ModelError(
             f"{type(model).__name__}: makes the lengths of the keys {keys} by {changing.target}"
             f"{line_of(changing) or kjt.line}: expected lengths that a request brings, or as many ids in each "
@@ -126,7 +127,7 @@ def with_shared_lengths(
     first = dict(signature.first)
     key_of_feature = keys_of_features(collections)
     for kjt, (_, lengths_node, *_weights) in _made_kjts(traced):
-        if not_moved(traced.module, [lengths_node]) is not None:
+        if find_changing_node(traced.module, [lengths_node]) is not None:
             continue  # `locate_ids` refuses it, with its line
         moving = _moving_part(traced.module, [lengths_node])
         matches = [

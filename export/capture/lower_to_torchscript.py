@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from export.capture.call_signature import Signature
 from export.capture.graph_inputs import ids_of, numbers_of
-from export.capture.graph_nodes import answers_of, attribute_of, is_copy, is_random, is_writing, written
+from export.capture.graph_nodes import answers_of, attribute_of, is_copy, is_random, is_writing, written_nodes
 from export.capture.row_counts import Answer, Input, rows_of_answers, served_answers, shape_of
 from export.capture.stub_collections import Collections, keys_of_features
 from export.capture.trace import EMBEDDINGS, TracedModel
@@ -135,7 +135,7 @@ class _Converter:
 
     def _expect_no_lookup(self, node: fx.Node) -> None:
         """Refuse a node that changes ids, or a table, in place."""
-        for root in written(node):
+        for root in written_nodes(node):
             table = self._tensor(root)
             if id(table) in self._tables:
                 raise ModelError(
@@ -306,7 +306,7 @@ def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
 
 def _bits(to: _Converter, node: fx.Node, args: Any) -> Any:
     """`x.view(dtype)`, which TorchScript has as a copy alone."""
-    if any(node in written(other) for other in node.graph.nodes if is_writing(other)):
+    if any(node in written_nodes(other) for other in node.graph.nodes if is_writing(other)):
         raise ModelError(f"{type(to._model).__name__}: its forward writes to a view of another dtype{line_of(node)}")
     return to._operator(torch.ops.aten.view_copy, *args)
 

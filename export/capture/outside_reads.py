@@ -1,8 +1,7 @@
 """What a forward reads that no request brings: clocks, and random numbers of Python and numpy.
 
-A graph holds the values of the export as constants and does not show where they came from. So the model's code is
-run, and the calls that read them are recorded with the line of the model's code. Random numbers of torch are nodes of
-the graph.
+A graph holds such values as constants of the export, without their origin. So the model's code is run, and the calls
+that read them are recorded with their line. Random numbers of torch are nodes of the graph instead.
 """
 
 import datetime
@@ -25,7 +24,7 @@ _NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
 # Methods of a generator of random numbers that draw none.
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "generate_state", "spawn", "jumped")
 _NUMPYS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-_OF_SYSTEM = "the system's"
+_SYSTEM = "the system's"
 
 
 def expect_no_clocks(model: nn.Module, lines: Sequence[str]) -> None:
@@ -40,45 +39,45 @@ def expect_no_clocks(model: nn.Module, lines: Sequence[str]) -> None:
     """
     if lines:
         raise ModelError(
-            f"{type(model).__name__}: its forward asks for the time{lines[0]}: expected it as a dense input: a graph "
-            "has that of the export"
+            f"{type(model).__name__}: its forward reads the time{lines[0]}, which a graph would fix at the time "
+            "of the export: expected it as a dense input"
         )
 
 
 class OutsideReads:
-    """What the code of a model reads from elsewhere, in runs of it.
+    """Records the clocks and random numbers that the code of a model reads while it runs.
 
-    A generator that a forward makes or seeds itself draws the same numbers in each run. One that continues is found
-    by two runs: its state at the beginning of the second differs.
+    A generator that the forward makes or seeds itself draws the same numbers in every run. A generator that continues
+    has another state at the beginning of the second run.
 
     Args:
-        model: it is run, and not followed.
+        model: the model.
 
     Attributes:
-        clocks: the lines that read one.
-        drawn: those that draw random numbers which differ from run to run.
+        clocks: the lines that read a clock.
+        draws: the lines that draw random numbers which differ from run to run.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.clocks: list[str] = []
-        self.drawn: list[str] = []
+        self.draws: list[str] = []
         self._model = type(model).__name__
-        self._own = {module.__file__ for module in files_of_model(model)}
-        # Of each generator, which is kept alive for its id: how it began the runs that drew from it.
-        self._began: dict[int, tuple[Any, str]] = {}
-        self._in_run: set[int] = set()
+        self._files = {module.__file__ for module in files_of_model(model)}
+        # By the id of each generator: the generator, so that the id stays valid, and its state as the first run drew.
+        self._first_states: dict[int, tuple[Any, str]] = {}
+        self._drawn_in_run: set[int] = set()
 
     @property
     def has_draws(self) -> bool:
-        """Whether anything was drawn, which another run may draw otherwise."""
-        return bool(self._began)
+        """Whether a generator was drawn from, so that a second run is needed."""
+        return bool(self._first_states)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In the block, the model runs once."""
-        self._in_run = set()
+        """In the block, the model is run once."""
+        self._drawn_in_run = set()
         before = sys.getprofile()
-        sys.setprofile(self._seen)
+        sys.setprofile(self._profile)
         try:
             yield
         finally:
@@ -90,45 +89,45 @@ class OutsideReads:
         Raises:
             ModelError: naming the line.
         """
-        if self.drawn:
+        if self.draws:
             raise ModelError(
-                f"{self._model}: its forward draws random numbers in eval mode{self.drawn[0]}: a graph has those of "
-                "the export: expected none: draw them `if self.training`, or once, in its __init__"
+                f"{self._model}: its forward draws random numbers in eval mode{self.draws[0]}, which a graph would "
+                "fix at those of the export: draw them `if self.training`, or once, in its __init__"
             )
 
-    def _seen(self, frame: FrameType, event: str, called: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code
-        if code.co_filename in self._own and (
-            (event == "c_call" and _is_clock(called)) or (event == "call" and _names_numpy_s_clock(code))
+        if code.co_filename in self._files and (
+            (event == "c_call" and _is_clock(called)) or (event == "call" and _reads_numpy_clock(code))
         ):
             self.clocks.append(location(code.co_filename, frame.f_lineno))
-        generator = _drawn_from(frame, called) if event == "c_call" else None
-        if event == "call" and _seeds_by_system(frame):
-            generator = _OF_SYSTEM
+        generator = _generator_of(frame, called) if event == "c_call" else None
+        if event == "call" and _seeds_from_system(frame):
+            generator = _SYSTEM
         if generator is not None and (line := self._line(frame)):
-            self._note_draw(generator, line)
+            self._record_draw(generator, line)
 
-    def _note_draw(self, generator: Any, line: str) -> None:
-        if generator is _OF_SYSTEM:
-            self.drawn.append(line)
-        elif id(generator) not in self._in_run:
-            self._in_run.add(id(generator))
-            began = repr(_state_of(generator))
-            _, first = self._began.setdefault(id(generator), (generator, began))
-            if began != first:
-                self.drawn.append(line)
+    def _record_draw(self, generator: Any, line: str) -> None:
+        if generator is _SYSTEM:
+            self.draws.append(line)
+        elif id(generator) not in self._drawn_in_run:
+            self._drawn_in_run.add(id(generator))
+            state = repr(_state_of(generator))
+            _, first_state = self._first_states.setdefault(id(generator), (generator, state))
+            if state != first_state:
+                self.draws.append(line)
 
     def _line(self, frame: FrameType | None) -> str:
-        """The line of the model's code that makes a call, directly or not. Empty if no line does."""
+        """The line of the model's code that makes a call, directly or not, or ""."""
         while frame is not None:
-            if frame.f_code.co_filename in self._own:
+            if frame.f_code.co_filename in self._files:
                 return location(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return ""
 
 
-def _names_numpy_s_clock(code: CodeType) -> bool:
-    """Whether some code says numpy.datetime64("now"). To make an object is no call that Python tells of."""
+def _reads_numpy_clock(code: CodeType) -> bool:
+    """Whether some code contains numpy.datetime64("now"). Python does not report the construction of an object."""
     return "datetime64" in code.co_names and not {"now", "today"}.isdisjoint(code.co_consts)
 
 
@@ -140,20 +139,20 @@ def _is_clock(function: Any) -> bool:
     return is_date and function.__name__ in ("now", "today", "utcnow")
 
 
-def _drawn_from(frame: FrameType, function: Any) -> Any:
-    """The generator that a function draws from; None: it draws no random numbers.
+def _generator_of(frame: FrameType, function: Any) -> Any:
+    """The generator that a function draws from, or None.
 
-    What the system gives to `uuid.uuid4()` is a name, such as that of a request in a log.
+    Bytes of the system for `uuid.uuid4()` do not count: they make a name, such as that of a request in a log.
     """
     name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
     if name == "urandom":
-        return _OF_SYSTEM if frame.f_code.co_filename == random.__file__ else None
+        return _SYSTEM if frame.f_code.co_filename == random.__file__ else None
     is_generator = isinstance(owner, (random.Random, *_NUMPYS))
     return owner if is_generator and name not in _NO_DRAWS else None
 
 
-def _seeds_by_system(frame: FrameType) -> bool:
-    """Whether it is `random.Random()`, or `random.seed()`, without a number."""
+def _seeds_from_system(frame: FrameType) -> bool:
+    """Whether a frame runs `random.Random()` or `random.seed()` without a seed."""
     code = frame.f_code
     return code.co_filename == random.__file__ and code.co_name == "seed" and frame.f_locals.get("a") is None
 
@@ -162,14 +161,15 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return [each.tolist() if isinstance(each, np.ndarray) else each for each in generator.get_state(legacy=True)]
-    of = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in _flat(of.state)}
+        return _as_lists(generator.get_state(legacy=True))
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return _as_lists(bits.state)
 
 
-def _flat(state: Any) -> Iterator[tuple[str, Any]]:
-    for name, each in state.items():
-        if isinstance(each, dict):
-            yield from ((f"{name}.{key}", own) for key, own in _flat(each))
-        else:
-            yield name, each
+def _as_lists(state: Any) -> Any:
+    """A state with lists instead of arrays, whose repr is not shortened."""
+    if isinstance(state, dict):
+        return {name: _as_lists(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return [_as_lists(value) for value in state]
+    return state.tolist() if isinstance(state, np.ndarray) else state

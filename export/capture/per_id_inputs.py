@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from export.capture.bags import Bags, have_same_lengths
-from export.capture.graph_nodes import has_none_of_the_numbers
+from export.capture.graph_nodes import uses_only_sizes
 from export.capture.row_counts import Input, is_lengths, symbolic_dims
 from export.capture.tensor_provenance import KjtParts
 from serving.bundle.scores import JaggedInput
@@ -146,7 +146,7 @@ def _join_by_lengths(
         if isinstance(name, JaggedInput):
             lengths_in[node] = frozenset([name.name]) if is_lengths(name) else frozenset()
             continue
-        arguments = [] if has_none_of_the_numbers(node) else node.all_input_nodes
+        arguments = [] if uses_only_sizes(node) else node.all_input_nodes
         lengths_in[node] = frozenset[str]().union(*(lengths_in.get(argument, frozenset()) for argument in arguments))
         lengths = {*lengths_in[node]} if len(arguments) == 1 else set[str]()
         lengths.update(

@@ -21,10 +21,11 @@ from export.capture.call_signature import Signature
 from export.capture.check_dynamic_shapes import expect_any_number
 from export.capture.export_patches import traceable
 from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_of
-from export.capture.graph_nodes import answers_of, inlined
+from export.capture.graph_nodes import answers_of
 from export.capture.output_names import named_outputs
 from export.capture.outside_reads import expect_no_clocks
 from export.capture.row_counts import Input
+from export.capture.simplify_graph import simplified
 from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
 from export.capture.value_checks import failed_check
 from export.errors import ModelError, first_line
@@ -141,7 +142,7 @@ def _trace(
                 f"{name}: a step cannot be traced{log.swallowed[0]}, and its code goes on without: expected the "
                 "same steps, followed or not"
             )
-        return inlined(program.module(check_guards=False)), log
+        return simplified(program.module(check_guards=False)), log
 
 
 def _refusal(error: Exception, log: BranchLog) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.capture.graph_nodes import draws
+from export.capture.graph_nodes import draws_random_numbers
 from export.errors import ModelError
 
 
@@ -20,7 +20,7 @@ class RandomDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operators: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws(func, args, kwargs or {}):
+        if draws_random_numbers(func, args, kwargs or {}):
             self._operators.append(str(func))
         return func(*args, **(kwargs or {}))
 

@@ -160,7 +160,7 @@ class PaddedByMask(Encoded):
 A, TOKENS = {"a": [[1]] * 6}, torch.arange(1, 19).view(6, 3)
 OF_IDS, AT_PADDING = "hangs on how many ids there are at .*test_decisions.py, line", "as padding does"
 BEGAN = time.time()
-ASKS = "asks for the time at .*test_decisions.py, line .*: expected it as a dense input"
+ASKS = "reads the time at .*test_decisions.py, line .*: expected it as a dense input"
 WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     (OneId, (keyed(s=SAME),), OF_IDS),
     (Multiple, (keyed(s=EVERY_THIRD),), OF_IDS),
