@@ -162,8 +162,8 @@ class LookupMetrics:
         exported_at: float,
         scales: Mapping[str, float] = MappingProxyType({}),
         *,
-        kernels: str = "unknown",
-        has_slow_kernels: bool = False,
+        kernels: str,
+        has_slow_kernels: bool,
     ) -> None:
         self._all: list[Total] = []
 

@@ -25,6 +25,11 @@ from serving.server.status import ModelStatus, ProcessMemory, Status, status_of
 from serving.terminal.app import out
 from serving.terminal.output import print_json
 
+_SLOW_KERNELS = (
+    "FBGEMM uses its reference kernels: lookups take 10 to 30 times as long: something in the environment imports "
+    "torchrec or fbgemm_gpu before serving, such as sitecustomize.py: remove that, or start the server with "
+    "LD_PRELOAD=…/torch/lib/libc10.so"
+)
 _CHOSEN_BY = {"pin": "--serve", "release": "its release", "load": "tbe-serve load", "config": "config.pbtxt"}
 
 
@@ -67,7 +72,9 @@ def _server(status: Status) -> Table:
 
 
 def _versions(models: Iterable[ModelStatus]) -> Table:
-    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache", "delta")
+    table = _table(
+        "model", "version", "state", "chosen by", "instances", "tables", "in page cache", "kernels", "delta"
+    )
     for model in models:
         for version in model.versions:
             table.add_row(
@@ -78,22 +85,24 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
                 str(len(version.instances)),
                 _size(version.weights_bytes),
                 _size(version.cached_bytes),
+                "" if version.kernels is None else version.kernels.instruction_set,
                 "" if version.deltas is None else f"{version.deltas.sequence:,}",
             )
     return table
 
 
 def _reasons(models: Iterable[ModelStatus]) -> Table:
-    """Why versions do not serve, or apply no deltas. A separate table, because reasons need the full width."""
+    """Why versions do not serve, serve slowly, or apply no deltas. A separate table: reasons need the full width."""
     table = Table.grid(padding=(0, 2))
     for model in models:
         for version in model.versions:
+            name = f"{model.name} {version.version}"
             if version.reason:
-                table.add_row(f"{model.name} {version.version}", version.reason)
+                table.add_row(name, version.reason)
+            if version.kernels is not None and version.kernels.are_slow:
+                table.add_row(name, _SLOW_KERNELS)
             if version.deltas is not None and version.deltas.stopped:
-                table.add_row(
-                    f"{model.name} {version.version}", f"no further delta is applied: {version.deltas.stopped}"
-                )
+                table.add_row(name, f"no further delta is applied: {version.deltas.stopped}")
     return table
 
 

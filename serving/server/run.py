@@ -190,6 +190,7 @@ def _run_file(server: Server, repository: Path, pins: Pins, hosts: Mapping[str, 
     return RunFile(
         grpc=server.grpc,
         control=server.control_address,
+        metrics=server.metrics_address,
         key=server.key,
         repository=str(repository.absolute()),
         private=server.private,

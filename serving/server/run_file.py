@@ -57,6 +57,7 @@ class RunFile(Strict, frozen=True):
     Attributes:
         grpc: the gRPC address that clients use, "host:port".
         control: the address of its control API, see `Control`.
+        metrics: the address of tritonserver's metrics, "unix:/path".
         key: the key of its restricted protocols.
         repository: the folder that its models are published in.
         private: the private folder that it serves, if it serves only signed bundles. Otherwise None.
@@ -72,6 +73,7 @@ class RunFile(Strict, frozen=True):
 
     grpc: str
     control: str
+    metrics: str
     key: str
     repository: str
     private: PrivateFolder | None

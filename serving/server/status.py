@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +20,15 @@ from serving.server.run_file import Recovery, RunFile
 from serving.tables.huge_page_copy import COPY_PREFIX
 from serving.tables.mutable_tables import LIVE_PREFIX, state_of
 from serving.tables.pages import cached, huge_bytes_of
-from serving.triton.control import NEWEST, UNLOADED, Control, VersionState, replaced_policy
+from serving.triton.control import NEWEST, UNLOADED, Control, VersionState, metrics_page, replaced_policy
 from serving.triton.stubs import Stub, living_stubs
 
 _WEIGHTS = re.compile(
     rf"^([0-9a-f]+)-([0-9a-f]+) .*/(?:weights\.\d+\.bin|{COPY_PREFIX}[0-9a-f]{{64}}|{LIVE_PREFIX}[0-9a-f-]+)$",
     re.MULTILINE,
 )
+_SLOW_KERNELS = re.compile(r"^tbe_slow_kernels\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _LIVE = re.compile(rf"(/\S*/{LIVE_PREFIX}[0-9a-f-]+)$", re.MULTILINE)
 
 
@@ -86,6 +88,18 @@ class DeltasStatus(Strict, frozen=True):
     stopped: str
 
 
+class Kernels(Strict, frozen=True):
+    """The kernels by which FBGEMM looks rows up.
+
+    Attributes:
+        instruction_set: of the processor, that they use, such as "avx2".
+        are_slow: whether the processor has vector instructions that they do not use.
+    """
+
+    instruction_set: str
+    are_slow: bool
+
+
 class VersionStatus(Strict, frozen=True):
     """A version that a server has loaded, or tried to load.
 
@@ -96,6 +110,7 @@ class VersionStatus(Strict, frozen=True):
         instances: its running processes.
         weights_bytes: size of its weights files. None: no process has mapped them.
         cached_bytes: how much of them is in the page cache, which all processes share. None: it is not known.
+        kernels: of FBGEMM. None: no process serves the version, or tritonserver has no metrics yet.
         hosts: for a router, the hosts of its plan and their replicas.
         deltas: None: it has no live copy.
     """
@@ -106,6 +121,7 @@ class VersionStatus(Strict, frozen=True):
     instances: tuple[InstanceStatus, ...]
     weights_bytes: int | None
     cached_bytes: int | None
+    kernels: Kernels | None = None
     hosts: tuple[HostReplicas, ...] = ()
     deltas: DeltasStatus | None = None
 
@@ -164,20 +180,40 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     index = [entry for entry in control.index() if entry.reason != UNLOADED]
     stubs = list(living_stubs(run.process))
+    kernels = _kernels(run.metrics, timeout_s)
+    names = sorted({entry.model for entry in index})
     return Status(
         address=run.grpc,
         triton=control.server_version(),
         process=run.process,
         memory=process_memory(run.process),
-        models=tuple(_model(name, index, stubs, run, control) for name in sorted({entry.model for entry in index})),
+        models=tuple(_model(name, index, stubs, kernels, run, control) for name in names),
         recoveries=run.recoveries,
         last_recovery=run.last_recovery,
         drains_until=run.drains_until,
     )
 
 
+def _kernels(metrics: str, timeout_s: float) -> Mapping[tuple[str, int], Kernels]:
+    """The kernels of each version, by model and version. Empty while tritonserver has no metrics."""
+    try:
+        page = metrics_page(metrics, timeout_s).decode()
+    except ServingError:
+        return {}
+    series = [(dict(_LABEL.findall(labels)), float(value)) for labels, value in _SLOW_KERNELS.findall(page)]
+    return {
+        (labels["model"], int(labels["version"])): Kernels(labels["instruction_set"], bool(is_slow))
+        for labels, is_slow in series
+    }
+
+
 def _model(
-    name: str, index: Iterable[VersionState], stubs: Sequence[Stub], run: RunFile, control: Control
+    name: str,
+    index: Iterable[VersionState],
+    stubs: Sequence[Stub],
+    kernels: Mapping[tuple[str, int], Kernels],
+    run: RunFile,
+    control: Control,
 ) -> ModelStatus:
     states = sorted((entry for entry in index if entry.model == name), key=lambda entry: entry.version)
     ready = {state.version for state in states if state.state == "READY"}
@@ -186,7 +222,7 @@ def _model(
     return ModelStatus(
         name=name,
         chosen_by=_chosen_by(name, ready, config, run),
-        versions=tuple(_version(state, stubs, settings) for state in states),
+        versions=tuple(_version(state, stubs, kernels.get((name, state.version)), settings) for state in states),
         settings={} if settings is None else _shown(settings),
     )
 
@@ -204,7 +240,9 @@ def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
     return "config" if ready == {*configured} else "load"
 
 
-def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettings | None) -> VersionStatus:
+def _version(
+    state: VersionState, stubs: Iterable[Stub], kernels: Kernels | None, settings: ServingSettings | None
+) -> VersionStatus:
     own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
     weights = sorted(own[0].bundle.glob(WEIGHTS_FILES)) if own else []
     size = sum(map(_size_bytes, weights))
@@ -220,6 +258,7 @@ def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettin
         ),
         weights_bytes=size if own else None,
         cached_bytes=min(size, there) if own and there is not None else None,
+        kernels=kernels if own else None,
         hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
         deltas=_deltas(own[0].process.pid) if own else None,
     )

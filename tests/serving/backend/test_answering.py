@@ -44,6 +44,13 @@ class Counter:
     def set(self, value: float) -> None: ...
 
 
+def counting(counts: dict[str, float], tables: Sequence[str]) -> LookupMetrics:
+    """Metrics that add to `counts`, by name."""
+    return LookupMetrics(
+        lambda name, *_: Counter(name, counts), {}, tables, 0.0, kernels="avx2", has_slow_kernels=False
+    )
+
+
 class Bench:
     """An answerer whose TBE calls take as long as is said, by a clock that nothing else moves."""
 
@@ -70,7 +77,7 @@ class Bench:
         for module in (answering, engine):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(self.engine.ranks, "answer", slow)
-        self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
+        self.metrics = counting(self.counts, ["a"])
         self.answerer = Answerer(
             self.engine,
             limits,
@@ -237,7 +244,7 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
 ) -> None:
     """Each id weighs 40,000: two of one sign are beyond the largest number."""
     counts: dict[str, float] = {}
-    metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, ["t"], 0.0)
+    metrics = counting(counts, ["t"])
     answerer = Answerer(half, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
     asked = [
         Tensors(None, np.array(bag, np.int64), np.array([len(bag)], np.int32), np.full(len(bag), 4e4, np.float32))
@@ -287,7 +294,7 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(mixed: Path) -> No
 
     with Engine.open(mixed) as engine:
         tables = [table.name for table in engine.bundle.manifest.tables]
-        metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, tables, 0.0)
+        metrics = counting(counts, tables)
         answerer = Answerer(engine, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
         refused = [isinstance(each, ServingError) for each in answerer.answer(requests, decode, lambda _: False)]
         assert refused == [False] + [True] * 6

@@ -11,11 +11,28 @@ from rich.console import Console
 from export import export_model
 from serving.client import LookupClient
 from serving.commands.status import status_tables
+from serving.lookup.instruction_set import instruction_set
+from serving.lookup.program import load_fbgemm
 from serving.server.run_file import find_run_file
-from serving.server.status import ModelStatus, Status, VersionStatus
+from serving.server.status import Kernels, ModelStatus, Status, VersionStatus
 from tests.support.attackers import flip
 from tests.support.models import SUM, collection
-from tests.support.servers import Running, running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
+from tests.support.servers import (
+    Running,
+    replace_model_py,
+    running,
+    stubs,
+    tbe_serve,
+    wait_for_answer,
+    wait_for_stubs,
+)
+
+SLOW_KERNELS = """
+import serving.backend.triton as triton
+from serving.backend import TritonPythonModel
+
+triton.instruction_set, triton.slow_kernels = lambda: "anyarch", lambda _: "slow"
+"""
 
 
 def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_path: Path) -> None:
@@ -44,6 +61,8 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         assert {each["process"] for each in version["instances"]} == {each.pid for each in stubs(one.triton, "m")}
         assert version["weights_bytes"] == weights
         assert 0 <= version["cached_bytes"] <= weights
+        load_fbgemm()
+        assert version["kernels"] == {"instruction_set": instruction_set(), "are_slow": False}
         for instance in version["instances"]:
             memory = instance["memory"]
             assert weights <= memory["mapped"] < memory["share"] < memory["resident"]
@@ -53,8 +72,17 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
 
         table = tbe_serve("status", one.grpc)
         assert table.returncode == 0
-        for words in (one.grpc, "--serve", "max-busy-ms", "1; the last at", "tritonserver", "page cache"):
+        for words in (
+            one.grpc,
+            "--serve",
+            "max-busy-ms",
+            "1; the last at",
+            "tritonserver",
+            "page cache",
+            instruction_set(),
+        ):
             assert words in table.stdout
+        assert "reference kernels" not in table.stdout
         assert "merged-requests" not in table.stdout  # it is at its default
 
         done = tbe_serve("status", "--fleet", f"{one.grpc},{two.grpc}", "--json")
@@ -97,11 +125,8 @@ def test_status_says_what_a_load_chose_and_why_a_version_could_not_be_loaded(tmp
     assert "At:" not in said
 
 
-def test_why_a_version_does_not_serve_can_be_read() -> None:
-    reason = "weights.0.bin: expected SHA-256 000000000000…, got 111111111111…: publish again"
-    version = VersionStatus(
-        version=2, state="UNAVAILABLE", reason=reason, instances=(), weights_bytes=None, cached_bytes=None
-    )
+def shown(version: VersionStatus) -> str:
+    """What `tbe-serve status` prints of a version of the model `movies`."""
     model = ModelStatus(name="movies", chosen_by="config", versions=(version,), settings={})
     status = Status(
         address="127.0.0.1:8001",
@@ -115,7 +140,41 @@ def test_why_a_version_does_not_serve_can_be_read() -> None:
     console = Console(width=100, file=StringIO(), record=True)
     for table in status_tables(status):
         console.print(table)
-    assert f"movies 2  {reason}" in console.export_text()
+    return console.export_text()
+
+
+def test_why_a_version_does_not_serve_can_be_read() -> None:
+    reason = "weights.0.bin: expected SHA-256 000000000000…, got 111111111111…: publish again"
+    version = VersionStatus(
+        version=2, state="UNAVAILABLE", reason=reason, instances=(), weights_bytes=None, cached_bytes=None
+    )
+    assert f"movies 2  {reason}" in shown(version)
+
+
+def test_slow_kernels_are_shown_with_their_cure() -> None:
+    version = VersionStatus(
+        version=2,
+        state="READY",
+        reason="",
+        instances=(),
+        weights_bytes=None,
+        cached_bytes=None,
+        kernels=Kernels(instruction_set="anyarch", are_slow=True),
+    )
+    lines = shown(version).splitlines()
+    assert any(line.split()[-1] == "anyarch" for line in lines if line.startswith("movies"))
+    text = " ".join(" ".join(lines).split())
+    assert "movies 2 FBGEMM uses its reference kernels" in text
+    assert "LD_PRELOAD" in text
+
+
+def test_a_server_whose_kernels_are_slow_says_so(tmp_path: Path) -> None:
+    bundle = export_model(collection(SUM), tmp_path / "r", "m")
+    replace_model_py(bundle, SLOW_KERNELS)
+    with running(tmp_path / "r") as server:
+        (model,) = json.loads(tbe_serve("status", server.grpc, "--json").stdout)["models"]
+        assert model["versions"][0]["kernels"] == {"instruction_set": "anyarch", "are_slow": True}
+        assert "reference kernels" in tbe_serve("status", server.grpc).stdout
 
 
 def wait_until_recovered(grpc: str) -> None:

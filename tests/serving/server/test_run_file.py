@@ -22,7 +22,9 @@ KEY = "0123456789abcdef"
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return RunFile(grpc="127.0.0.1:8001", control="unix:/c", key=KEY, repository="/r", private=None, process=1)
+    return RunFile(
+        grpc="127.0.0.1:8001", control="unix:/c", metrics="unix:/m", key=KEY, repository="/r", private=None, process=1
+    )
 
 
 def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
@@ -90,7 +92,7 @@ OTHER_SERVER = """
 import sys
 from serving.server import run_file as run_file_module
 from serving.server.run_file import RunFileWriter, RunFile, find_run_file
-mine = RunFile(grpc="127.0.0.1:8001", control="unix:/o", key="other", repository="/o", private=None, process=2)
+mine = RunFile(grpc="127.0.0.1:8001", control="unix:/o", metrics="unix:/m", key="other", repository="/o", private=None, process=2)
 print(find_run_file("127.0.0.1:8001") is None)
 with RunFileWriter(mine).published():
     print(find_run_file("127.0.0.1:8001").key, flush=True)

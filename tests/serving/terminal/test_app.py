@@ -66,7 +66,13 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
     )
     for repository, folder in (("r", private), (str(bundle), None)):
         run_file = RunFile(
-            grpc="127.0.0.1:1", control="unix:/c", key="k", repository=repository, private=folder, process=1
+            grpc="127.0.0.1:1",
+            control="unix:/c",
+            metrics="unix:/m",
+            key="k",
+            repository=repository,
+            private=folder,
+            process=1,
         )
         with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), RunFileWriter(run_file).published():
             pass
