@@ -30,10 +30,11 @@ from export.trained.checkpoint import WeightSource
 from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.load import Bundle, open_bundle
-from serving.bundle.manifest import FileDigest, Manifest, write_manifest
+from serving.bundle.manifest import PROGRAM, FileDigest, Manifest, write_manifest
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError, ConfigurationError
+from serving.torchscript import torchscript_error
 
 
 def export_model(
@@ -272,7 +273,7 @@ def finish(
         finished = msgspec.structs.replace(
             manifest,
             parity=check_parity(compared, errors, limits, answers, prepared.runnable if is_model else None),
-            notes=_notes(prepared, {table: stored.errors[table] for table in tables.values()}, parts),
+            notes=_notes(prepared, {table: stored.errors[table] for table in tables.values()}, parts, program),
             hosts=() if new.version is None else host_bundles(manifest, new.name, new.version, parts),
             dense_part=None if scored is None else _measured(new, prepared, scored, answers),
         )
@@ -280,11 +281,15 @@ def finish(
     return _read_back(new.path)
 
 
-def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle]) -> tuple[str, ...]:
+def _notes(
+    prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle], program: nn.Module | None
+) -> tuple[str, ...]:
     """The notes of a bundle with some tables, and of the bundles of its hosts, without duplicates."""
     notes = [] if prepared.weights.summary is None else [prepared.weights.summary]
     notes += prepared.scored.notes if prepared.scored is not None else ()
     notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding), *coarse_notes(errors)]
+    if program is None:
+        notes.append(f"has no {PROGRAM}: TorchScript does not work here: {torchscript_error()}")
     notes += [note for part in parts.values() for note in part.manifest.notes]
     return tuple(dict.fromkeys(notes))
 

@@ -145,6 +145,7 @@ class Engine(Closing):
         schema: the features that requests are validated against.
         table_files: its weights, mapped.
         ranks: where partial sums come from.
+        lookup_program: the program that looks rows up, and how this process runs it.
         dense_part: the dense part, and the file that it was loaded from. None: the bundle has no scores.
 
     Raises:
@@ -167,6 +168,7 @@ class Engine(Closing):
         self.bundle = bundle
         self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)
         self.ranks = open_ranks(bundle, self.table_files, given, patience_s, threads)
+        self.lookup_program = self.ranks.loaded_program
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(folder for folder in linked if (folder / MANIFEST).exists())}:

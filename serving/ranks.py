@@ -10,6 +10,7 @@ from typing import Protocol
 
 from serving.bundle.load import Bundle
 from serving.lookup.local_ranks import LocalRanks
+from serving.lookup.program import LoadedProgram
 from serving.lookup.ranks import BatchAnswer
 from serving.requests.batches import Batch
 from serving.router.calls import HostTime
@@ -22,6 +23,10 @@ from serving.tables.table_files import TableFiles
 
 class Ranks(Protocol):
     """Answers batches with pooled embeddings. Only one thread at a time may call it."""
+
+    @property
+    def loaded_program(self) -> LoadedProgram:
+        """The program, and how this process runs it."""
 
     @property
     def counts(self) -> Mapping[int, HostCounts]:

@@ -6,6 +6,7 @@ Nothing here imports torch before a test needs it: `make quick`, and a file that
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,9 @@ from tests.support.deadlines import no_default_deadlines
 from tests.support.process_cleanup import end_together
 from tests.support.reload_process import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
 
 # How fast examples are made and run, others on the machine have a say in. `make test-all` takes the profile `long`.
 for profile, examples in (("short", 15), ("long", 200)):
@@ -75,6 +79,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_shared(path)
     add_gate(path / "gated" / "1")
     return path
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> "Engine":
+    """An engine of `MIXED` on one rank, which others are compared with."""
+    from tests.support.sharded_exports import sharded
+
+    return sharded(tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="session")

@@ -194,7 +194,7 @@ def show_parity(parity: Iterable[Parity]) -> None:
             _error(each.quantized.largest),
             _error(each.limit),
             f"{each.quantized.cosine:.6f}",
-            *(_error(step.largest) for step in (each.sharded, each.scripted, each.reloaded)),
+            *(_error(step.largest) if step else "–" for step in (each.sharded, each.scripted, each.reloaded)),
             _error(each.trained.largest) if each.trained else "–",
         )
     out.print(table)
@@ -203,6 +203,7 @@ def show_parity(parity: Iterable[Parity]) -> None:
         "limit: the most that quantized may be: --max-error, or what rounding to the dtype explains",
         "cosine: similarity of all stored rows and all float rows; 1 is the same direction",
         "sharded, scripted, reloaded: answers against those of the step before; 0, but for rounding",
+        "scripted: – where the bundle has no program.pt",
         "trained: answers against those of the trained module; – where it was not run",
         "answers are to one fixed request; their errors are divided by the ids of a bag",
     )
@@ -294,15 +295,16 @@ def show_verification(verification: "Verification") -> None:
     title = "error of an element of a row"
     table = _table(title, "table", "step", right=("largest", "mean", "cosine", "worst row"))
     for each in verification.parity:
-        steps: dict[str, Agreement] = {
+        steps: dict[str, Agreement | None] = {
             "float ↔ quantized": each.quantized,
             "quantized ↔ sharded": each.sharded,
             "sharded ↔ scripted": each.scripted,
-            "scripted ↔ reloaded": each.reloaded,
+            f"{'scripted' if each.scripted else 'sharded'} ↔ reloaded": each.reloaded,
+            "trained ↔ reloaded": each.trained,
         }
-        if each.trained is not None:
-            steps["trained ↔ reloaded"] = each.trained
         for name, step in steps.items():
+            if step is None:
+                continue
             # All steps but the first compare answers to a probe, in which a "row" is a sample.
             worst = f"{step.worst_row:,}" if step.largest else "–"
             worst += "" if step is each.quantized or worst == "–" else " (probe)"

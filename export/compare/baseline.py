@@ -11,7 +11,7 @@ from statistics import median
 
 import msgspec
 import numpy as np
-import torch
+from torch import nn
 
 from export.compare.measure import Times, measure, traffic_between
 from export.compare.recommend import recommend
@@ -33,6 +33,7 @@ from serving.bundle.formats import WeightDtype
 from serving.bundle.load import weights_path, weights_paths
 from serving.bundle.manifest import Manifest
 from serving.errors import ConfigurationError
+from serving.lookup.build_program import build_program
 from serving.reference import pool
 from serving.tables.table_files import TableFiles
 
@@ -210,7 +211,7 @@ class Baseline:
         factors = self._tables.pooling_factors_by_pattern
         return replace(self._options.sharding(ranks), types=types or {}, pooling_factors=factors)
 
-    def _measure(self, program: torch.jit.ScriptModule, ranks: int) -> Times:
+    def _measure(self, program: nn.Module, ranks: int) -> Times:
         return measure(program, self._program, self._requests, ranks, self._options.seconds)
 
 
@@ -221,14 +222,14 @@ def _requests(manifest: Manifest, tables: ComparedTables, batch_size: int) -> li
     return [as_arguments(manifest, request, None) for request in requests]
 
 
-def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptModule:
+def _checked_program(directory: Path, manifest: Manifest) -> nn.Module:
     """The program of `manifest` over the weights files in `directory`, checked on a probe.
 
     Raises:
         ParityError: its answers to the probe differ from the stored rows.
     """
-    program = compile_program(manifest)
-    program.weights_host = TableFiles(directory, manifest).tensors
+    program = compile_program(manifest) or build_program(manifest)
+    program.weights_host = TableFiles(directory, manifest).tensors  # type: ignore[assignment]
     probe = make_probe(manifest, {})
     expected = pool(directory, manifest, probe)
     for feature, error in expected.misses(expected.by_feature(run_program(program, manifest, probe, None))):

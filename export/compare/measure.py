@@ -1,7 +1,7 @@
 """Measure a placement in turn with the same tables on one rank, round by round."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor, nn
 
 from export.parity.answers import Arguments
 from export.plan.sharding import Sharding
@@ -16,6 +17,8 @@ from export.plan.traffic import shard_traffic
 from serving.bench.report import Figure
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ShardingType
+from serving.lookup.one_rank_program import OneRankProgram
+from serving.lookup.sharded_program import ShardedProgram
 from serving.torchscript import torchscript
 
 
@@ -78,8 +81,8 @@ class Times:
 
 
 def measure(
-    program: torch.jit.ScriptModule,
-    one_rank: torch.jit.ScriptModule,
+    program: nn.Module,
+    one_rank: nn.Module,
     requests: Sequence[Arguments],
     ranks: int,
     seconds: float,
@@ -93,8 +96,7 @@ def measure(
         ranks: the number of ranks of `program`.
         seconds: how long all rounds take together.
     """
-    with torchscript():
-        placed, single = (torch.jit.freeze(module.eval()).forward for module in (program, one_rank))
+    placed, single = _forward(program), _forward(one_rank)
     endless = cycle(requests)
 
     def calls(least: int, seconds: float) -> npt.NDArray[np.float64]:
@@ -140,6 +142,15 @@ def summarize(rounds: Sequence[npt.NDArray[np.float64]]) -> Times:
 
 def _figure(rounds: npt.NDArray[np.float64]) -> Figure:
     return Figure.of(sorted(rounds.tolist())[1:-1])
+
+
+def _forward(program: nn.Module) -> Callable[..., Tensor]:
+    """The forward of a program: frozen, if it is TorchScript."""
+    if isinstance(program, OneRankProgram | ShardedProgram):
+        return program.forward
+    with torchscript():
+        frozen: nn.Module = torch.jit.freeze(program.eval())
+    return frozen.forward
 
 
 def _timed(forward: Any, request: Arguments) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from export.parity.fresh_process import FreshProcess
-from export.program.compile import build_program, write_program
+from export.program.compile import write_program
 from export.rows.table_error import Tally, finite
 from export.trained.probe_request import make_probe
 from serving.bundle.id_maps import IDS
@@ -23,6 +23,7 @@ from serving.bundle.manifest import Agreement, Manifest, Parity, write_manifest
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Pooling, Table
 from serving.engine import answer
+from serving.lookup.build_program import build_program
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
 from serving.requests.accept import accept
@@ -81,7 +82,7 @@ class Answers:
         probe: the request.
         pooled: by numpy, from the stored rows.
         sharded: by the program before it is compiled.
-        scripted: by TorchScript.
+        scripted: by TorchScript. None: the bundle has no `program.pt`, or torch cannot load it.
         reloaded: by another process, from the files.
         requested: to the request of scores, by another process, from the files. Empty: there are no scores.
     """
@@ -89,7 +90,7 @@ class Answers:
     probe: Tensors
     pooled: Pooled
     sharded: ByFeature
-    scripted: ByFeature
+    scripted: ByFeature | None
     reloaded: ByFeature
     requested: ByFeature
 
@@ -103,10 +104,10 @@ class Answers:
             f"table {tables[name]!r}: the program is off by {error:.3g} for feature {name!r}"
             for name, error in self.pooled.misses(self.sharded)
         ]
-        for what, before, after in (
-            ("the compiled program", self.sharded, self.scripted),
-            ("a fresh process", self.scripted, self.reloaded),
-        ):
+        steps = [("a fresh process", self.scripted or self.sharded, self.reloaded)]
+        if self.scripted is not None:
+            steps.insert(0, ("the compiled program", self.sharded, self.scripted))
+        for what, before, after in steps:
             for table in manifest.tables:
                 pairs = (_doubles(after[name], before[name]) for name, of in tables.items() if of == table.name)
                 largest = max(np.abs(np.subtract(a, b)).max() for a, b in pairs)
@@ -142,20 +143,24 @@ class Answers:
             limit=limit,
             quantized=quantized,
             sharded=step(exact, self.sharded),
-            scripted=step(self.sharded, self.scripted),
-            reloaded=step(self.scripted, self.reloaded),
+            scripted=None if self.scripted is None else step(self.sharded, self.scripted),
+            reloaded=step(self.scripted or self.sharded, self.reloaded),
         )
 
 
 def answer_probe(
-    directory: Path, manifest: Manifest, program: nn.Module, fresh: FreshProcess, request: Tensors | None = None
+    directory: Path,
+    manifest: Manifest,
+    program: nn.Module | None,
+    fresh: FreshProcess,
+    request: Tensors | None = None,
 ) -> Answers:
     """Answer a probe at each step.
 
     Args:
         directory: of the bundle, published or not. It has a manifest.
         manifest: of the bundle.
-        program: the compiled program.
+        program: the compiled program. None: there is none.
         fresh: another process.
         request: of scores; None: there are none.
 
@@ -164,15 +169,17 @@ def answer_probe(
     """
     maps = IdMaps.of(directory, manifest)
     probe = make_probe(manifest, known_of_keys({} if maps is None else maps.known, manifest))
-    built = build_program(manifest)
-    for each in (built, program):
-        each.weights_host = TableFiles(directory, manifest).tensors  # type: ignore[assignment]
     pooled = pool(directory, manifest, probe)
+
+    def run(module: nn.Module) -> ByFeature:
+        module.weights_host = TableFiles(directory, manifest).tensors  # type: ignore[assignment]
+        return pooled.by_feature(run_program(module, manifest, probe, maps))
+
     return Answers(
         probe=probe,
         pooled=pooled,
-        sharded=pooled.by_feature(run_program(built, manifest, probe, maps)),
-        scripted=pooled.by_feature(run_program(program, manifest, probe, maps)),
+        sharded=run(build_program(manifest)),
+        scripted=None if program is None else run(program),
         reloaded=pooled.by_feature(fresh.outputs(directory, probe)),
         requested={} if request is None else by_feature(manifest, request, fresh.outputs(directory, request)),
     )
@@ -215,7 +222,7 @@ def assembled_manifest(router: Manifest) -> Manifest:
 def answer_assembled(
     directory: Path,
     router: Manifest,
-    program: torch.jit.ScriptModule,
+    program: "torch.jit.ScriptModule | None",
     parts: Mapping[int, Bundle],
     fresh: FreshProcess,
     request: Tensors | None = None,
@@ -225,7 +232,7 @@ def answer_assembled(
     Args:
         directory: of the router's bundle, published or not. It need not have a manifest.
         router: its manifest, with the digests of its files.
-        program: its program, compiled.
+        program: its program, compiled. None: there is none.
         parts: the bundle of each rank that is on another host.
         fresh: another process.
         request: of scores; None: there are none.
@@ -251,12 +258,15 @@ def answer_assembled(
 
 
 @contextmanager
-def _as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Iterator[torch.jit.ScriptModule]:
-    """`program`, as one that was compiled for `manifest`, which differs from its own only in where weights are."""
+def _as_compiled_for(program: "torch.jit.ScriptModule | None", manifest: Manifest) -> Iterator[None]:
+    """Have `program` say that it was compiled for `manifest`, which differs only in where weights are."""
+    if program is None:
+        yield
+        return
     digest = program.placement_digest
     program.placement_digest = manifest.placement_digest
     try:
-        yield program
+        yield
     finally:
         program.placement_digest = digest
 

@@ -35,10 +35,11 @@ from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Table
 from serving.errors import BundleError, ConfigurationError
 from serving.files import as_text
-from serving.lookup.program import load_program
+from serving.lookup.program import load_fbgemm, load_torchscript
 from serving.reference import read_rows
 from serving.requests.id_maps import IdMaps, known_of_keys
 from serving.requests.types import Tensors
+from serving.torchscript import torchscript_error
 
 
 def recorded_parity(bundle: Bundle) -> dict[str, Parity]:
@@ -138,7 +139,10 @@ def verify(
         )
     with FreshProcess() as fresh:
         verify_digests(bundle)
-        program = load_program(bundle)
+        load_fbgemm()
+        program, failure = load_torchscript(bundle)
+        if failure is not None and torchscript_error() is None:  # a server would build the program from the manifest
+            raise BundleError(f"{failure}: export it again")
         if absent := _absent_hosts(bundle) if parts is None else ():
             if trained is not None:
                 raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")

@@ -1,4 +1,4 @@
-"""The steps for a block of rows, compiled, so that Python's lock is taken once for all of them.
+"""The steps for a block of rows, compiled where TorchScript works, so that Python's lock is taken once for all.
 
 On virtual machines, a thread takes 50 to 100 µs to wake up, and each step takes as long. If four threads call the
 steps one by one, they keep only one core busy (docs/decisions/0006-reading-and-writing-rows.md).
@@ -10,7 +10,7 @@ import fbgemm_gpu  # noqa: F401  the operator has to be known when it is compile
 import torch
 from torch import Tensor
 
-from serving.torchscript import torchscript
+from serving.torchscript import torchscript, torchscript_error
 
 
 def code(rows: Tensor, bits: int, headers: Tensor, halves: Tensor) -> tuple[Tensor, float, float]:
@@ -177,11 +177,12 @@ def compare_codes(
     return sums, figures, [worst_row, unexplained], numbers, worst.index_select(0, numbers), magnitudes
 
 
-with torchscript():
-    code = torch.jit.script(code)
-    squared = torch.jit.script(squared)
-    compare = torch.jit.script(compare)
-    unpack = torch.jit.script(unpack)
-    bounds_of_codes = torch.jit.script(bounds_of_codes)
-    coarse = torch.jit.script(coarse)
-    compare_codes = torch.jit.script(compare_codes)
+if torchscript_error() is None:  # without it they are called as they are
+    with torchscript():
+        code = torch.jit.script(code)
+        squared = torch.jit.script(squared)
+        compare = torch.jit.script(compare)
+        unpack = torch.jit.script(unpack)
+        bounds_of_codes = torch.jit.script(bounds_of_codes)
+        coarse = torch.jit.script(coarse)
+        compare_codes = torch.jit.script(compare_codes)

@@ -19,8 +19,14 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCo
 
 from serving.torchscript import torchscript
 
-with torchscript():  # TorchRec compiles a function of this module when it is imported
-    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+try:
+    with torchscript():  # TorchRec compiles a function of this module when it is imported
+        from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+except Exception:  # without TorchScript the import fails, and no model has such a module
+
+    class HashZchManagedCollisionModule:  # type: ignore[no-redef]
+        """In place of TorchRec's."""
+
 
 _MANAGED, _MODULES = "_managed_collision_collection", "_managed_collision_modules"
 

@@ -26,7 +26,7 @@ from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_w
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
 from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
-from serving.bundle.manifest import Manifest
+from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine, Outcome
 from serving.errors import (
@@ -43,6 +43,7 @@ from serving.errors import (
 from serving.log import Sampled, about_model
 from serving.lookup.dense_files import LoadedDensePart
 from serving.lookup.instruction_set import instruction_set, slow_kernels
+from serving.lookup.program import LoadedProgram, ProgramForm
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, PassedOver, read_captured
 from serving.requests.parameters import decode_parameters
@@ -135,9 +136,12 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     def warns(event: str) -> Callable[[str], None]:
         return about_model(pb_utils.Logger.log_warn, event, args["model_name"], args["model_version"])
 
+    def says(event: str) -> Callable[[str], None]:
+        return about_model(pb_utils.Logger.log_info, event, args["model_name"], args["model_version"])
+
+    _say_lookup_program(engine.lookup_program, says("lookup_program"), warns("lookup_program"))
     if engine.dense_part is not None:
-        says = about_model(pb_utils.Logger.log_info, "dense_part", args["model_name"], args["model_version"])
-        _say_dense_part(engine.dense_part, says, warns("dense_part"))
+        _say_dense_part(engine.dense_part, says("dense_part"), warns("dense_part"))
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
@@ -184,6 +188,14 @@ def _lookup_metrics(
         kernels=kernels,
         has_slow_kernels=advice is not None,
     )
+
+
+def _say_lookup_program(loaded: LoadedProgram, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Say how rows are looked up, and why `program.pt` is not used."""
+    if loaded.failure is not None:
+        warn(loaded.failure)
+    source = PROGRAM if loaded.form is ProgramForm.TORCHSCRIPT else "a module built from the manifest"
+    say(f"rows are looked up by {source}, {loaded.form.value}")
 
 
 def _say_dense_part(dense_part: LoadedDensePart, say: Callable[[str], None], warn: Callable[[str], None]) -> None:

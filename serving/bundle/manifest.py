@@ -4,7 +4,7 @@ A bundle is one version of a Triton model::
 
     model.py             from serving.backend import TritonPythonModel
     manifest.json        the types below, as JSON
-    program.pt           TorchScript, without weights
+    program.pt           TorchScript, without weights, unless the export could not use it
     scores.pt            the dense part, if there is one, with its weights: TorchScript
     scores.pt2           the same as an exported program
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
@@ -56,6 +56,7 @@ class Capability(StrEnum):
     INPUT_HASH_SIZE = "input_hash_size"
     INT32_IDS = "int32_ids"
     MODULO = "modulo"
+    NO_PROGRAM = "no_program"
     POSITION_WEIGHTS = "position_weights"
     SEQUENCES = "sequences"
 
@@ -95,8 +96,8 @@ class Parity(Strict, frozen=True, omit_defaults=True):
         limit: no element of the table's rows may move by more than this.
         quantized: the trained float rows and the stored rows.
         sharded: numpy's pooling of the stored rows and the program before it is compiled.
-        scripted: the program before it is compiled and its TorchScript.
-        reloaded: that TorchScript and the published files in another process.
+        reloaded: the program, as TorchScript where there is one, and the published files in another process.
+        scripted: the program before it is compiled and its TorchScript. None: the bundle has no `program.pt`.
         trained: the trained module as TorchRec runs it and the published files. None: it could not be run.
     """
 
@@ -104,8 +105,8 @@ class Parity(Strict, frozen=True, omit_defaults=True):
     limit: float
     quantized: Agreement
     sharded: Agreement
-    scripted: Agreement
     reloaded: Agreement
+    scripted: Agreement | None = None
     trained: Agreement | None = None
 
 
@@ -172,6 +173,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
             Capability.INPUT_HASH_SIZE: any(id_map.valid_ids is not None for id_map in maps),
             Capability.INT32_IDS: self.id_dtype is IdDtype.INT32,
             Capability.MODULO: any(table.id_policy is IdPolicy.MODULO for table in self.tables),
+            Capability.NO_PROGRAM: PROGRAM not in self.files,
             Capability.POSITION_WEIGHTS: any(feature.position_weights is not None for feature in self.features),
             Capability.SEQUENCES: any(table.is_sequence for table in self.tables),
         }

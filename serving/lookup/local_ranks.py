@@ -5,16 +5,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Never
 
-import torch
-
 from serving.bundle.load import Bundle
-from serving.lookup.parallel_lookup import ParallelLookup
+from serving.lookup.parallel_lookup import ParallelLookup, look_up_pieces
 from serving.lookup.program import load_program
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings
 from serving.tables.table_files import TableFiles
-from serving.torchscript import torchscript
 
 
 class LocalRanks:
@@ -26,7 +23,8 @@ class LocalRanks:
         threads: how many threads look up a large batch, the calling one included.
 
     Attributes:
-        forward: of the frozen program. It takes `arguments(batch)`.
+        loaded_program: the program, and how it runs.
+        forward: of the program. It takes `arguments(batch)`.
         counts, replicas, host_times: empty, because no host is asked.
 
     Raises:
@@ -39,13 +37,14 @@ class LocalRanks:
     host_times: Sequence[Never] = ()
 
     def __init__(self, bundle: Bundle, weights: TableFiles, threads: int = 1) -> None:
-        program = load_program(bundle)
-        program.weights_host = weights.tensors
+        added = () if threads == 1 else (look_up_pieces,)
+        self.loaded_program = load_program(bundle, weights.tensors, added=added)
         self._weights = weights
-        # Freezing folds constants. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
-        with torchscript():
-            self.forward = torch.jit.freeze(program.eval()).forward
-        self._pieces = ParallelLookup(program, bundle.manifest, threads) if threads > 1 else None
+        # Without the hooks of nn.Module.__call__, which take a third of a small lookup.
+        self.forward = self.loaded_program.program.forward
+        self._pieces = None
+        if threads > 1:
+            self._pieces = ParallelLookup(self.loaded_program.program.look_up_pieces, bundle.manifest, threads)
 
     def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
         """Look up each batch: one TBE call for each rank. For a large batch, several threads make several."""

@@ -5,17 +5,15 @@ one feature. So a cut can be between any two bags, and no id is copied. Each thr
 block by block.
 """
 
-import inspect
-import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype
@@ -23,7 +21,6 @@ from serving.lookup.buffer_pool import BufferPool
 from serving.lookup.threads import Threads
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings, Ids
-from serving.torchscript import torchscript
 
 
 class Piece(NamedTuple):
@@ -133,12 +130,12 @@ class ParallelLookup:
     """Looks up batches by the program of a bundle, on several threads.
 
     Args:
-        program: with the weights files' tensors set, not frozen.
+        look_up: `look_up_pieces` of a program.
         manifest: of the bundle.
         threads: how many threads look up, the calling one included.
     """
 
-    def __init__(self, program: torch.jit.ScriptModule, manifest: Manifest, threads: int) -> None:
+    def __init__(self, look_up: Callable[..., None], manifest: Manifest, threads: int) -> None:
         dtype = torch.float16 if manifest.output_dtype is OutputDtype.FP16 else torch.float32
         self._itemsize = dtype.itemsize
         tables = manifest.feature_tables
@@ -147,7 +144,7 @@ class ParallelLookup:
         self._bag_bytes = np.array([table.dim for table in tables]) * (_MOVES * self._itemsize)
         self._most = int(self._id_bytes.max()), int(self._bag_bytes.max())
         self._memory = BufferPool(dtype)
-        self._look_up = _compiled(program)
+        self._look_up = look_up
         self._count = threads
         self._threads = Threads(threads - 1)
 
@@ -174,8 +171,8 @@ class ParallelLookup:
         parts = cut(sizes, [total - (threads - 1) * share, *[share] * (threads - 1)], CALL)
         columns = [0, *feature_set.ends.tolist()]
         answer = self._memory.array(sizes.samples, columns[-1])
-        # One call into torch for each thread, which releases Python's lock. With a call for each operator, threads
-        # would wait for that lock again and again.
+        # As TorchScript, it is one call into torch for each thread, which releases Python's lock. With a call for
+        # each operator, threads wait for that lock again and again.
         look_up = partial(
             self._look_up,
             torch.from_numpy(batch.values),
@@ -190,66 +187,50 @@ class ParallelLookup:
         return answer
 
 
-def _compiled(program: torch.jit.ScriptModule) -> Callable[..., None]:
-    """`_Program.look_up` of a program.
+def look_up_pieces(
+    self: Any,
+    values: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    features: Tensor,
+    columns: list[int],
+    answer: Tensor,
+    block: int,
+    pieces: list[tuple[int, int, int, int]],
+) -> None:
+    """Look up pieces, block by block, and write them to `answer`. This is Python and TorchScript.
 
-    It becomes a method of the program, and is freed with it. `torch.jit.script` would keep what it compiles, and the
-    mapped weights files with it, until the process ends.
+    Args:
+        values, offsets, per_sample_weights, features: the arguments of a program for the batch, see `arguments`.
+            features is int64 [F].
+        columns: the first column of each feature in the answer, then D [F + 1].
+        answer: of the whole batch, [B, D] in the program's dtype. Only the pieces are written.
+        block: the most numbers that one call of the program returns, but at least one bag.
+        pieces: of the batch, as `Piece`.
     """
-    with torchscript():
-        program.define(textwrap.dedent(inspect.getsource(_Program.look_up)))
-        frozen = torch.jit.freeze(program.eval(), preserved_attrs=["look_up"])
-    look_up: Callable[..., None] = frozen.look_up
-    return look_up
-
-
-class _Program(nn.Module):
-    """The source of a method that `_compiled` adds to a program."""
-
-    def look_up(
-        self,
-        values: Tensor,
-        offsets: Tensor,
-        per_sample_weights: Tensor | None,
-        features: Tensor,
-        columns: list[int],
-        answer: Tensor,
-        block: int,
-        pieces: list[tuple[int, int, int, int]],
-    ) -> None:
-        """Look up pieces, block by block, and write them to `answer`. This is TorchScript.
-
-        Args:
-            values, offsets, per_sample_weights, features: the arguments of a program for the batch, see `arguments`.
-                features is int64 [F].
-            columns: the first column of each feature in the answer, then D [F + 1].
-            answer: of the whole batch, [B, D] in the program's dtype. Only the pieces are written.
-            block: the most numbers that one call of the program returns, but at least one bag.
-            pieces: of the batch, as `Piece`.
-        """
-        samples = answer.size(0)
-        for feature, last_feature, first_sample, last_sample in pieces:
-            first = feature
-            while first < last_feature:
-                # A block is as many whole features as it holds, or else some samples of one feature.
-                last = first + 1
-                while last < last_feature and (columns[last + 1] - columns[first]) * samples <= block:
-                    last += 1
-                column, width = columns[first], columns[last] - columns[first]
-                step = samples if last - first > 1 else max(block // max(width, 1), 1)
-                for sample in range(first_sample, last_sample, step):
-                    rows = min(step, last_sample - sample)
-                    bag, bags = first * samples + sample, (last - first - 1) * samples + rows
-                    id_ = int(offsets[bag])
-                    ids = int(offsets[bag + bags]) - id_
-                    weights: Tensor | None = None
-                    if per_sample_weights is not None:
-                        weights = per_sample_weights.narrow(0, id_, ids)
-                    pooled = self.forward(
-                        values.narrow(0, id_, ids),
-                        offsets.narrow(0, bag, bags + 1) - id_,
-                        weights,
-                        features.narrow(0, first, last - first),
-                    )
-                    answer.narrow(0, sample, rows).narrow(1, column, width).copy_(pooled)
-                first = last
+    samples = answer.size(0)
+    for feature, last_feature, first_sample, last_sample in pieces:
+        first = feature
+        while first < last_feature:
+            # A block is as many whole features as it holds, or else some samples of one feature.
+            last = first + 1
+            while last < last_feature and (columns[last + 1] - columns[first]) * samples <= block:
+                last += 1
+            column, width = columns[first], columns[last] - columns[first]
+            step = samples if last - first > 1 else max(block // max(width, 1), 1)
+            for sample in range(first_sample, last_sample, step):
+                rows = min(step, last_sample - sample)
+                bag, bags = first * samples + sample, (last - first - 1) * samples + rows
+                id_ = int(offsets[bag])
+                ids = int(offsets[bag + bags]) - id_
+                weights: Tensor | None = None
+                if per_sample_weights is not None:
+                    weights = per_sample_weights.narrow(0, id_, ids)
+                pooled = self.forward(
+                    values.narrow(0, id_, ids),
+                    offsets.narrow(0, bag, bags + 1) - id_,
+                    weights,
+                    features.narrow(0, first, last - first),
+                )
+                answer.narrow(0, sample, rows).narrow(1, column, width).copy_(pooled)
+            first = last

@@ -1,17 +1,30 @@
-"""Load the TorchScript of a bundle, and the libraries of FBGEMM that it calls."""
+"""Load the lookup program of a bundle, and the libraries of FBGEMM that it calls.
+
+`program.pt` is the program as TorchScript. Without it, or where torch cannot load it, the same program is built from
+the manifest. It answers bit for bit the same, and takes longer for small requests (docs/decisions/0005-lookup.md).
+"""
 
 import importlib.util
+import inspect
 import io
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from serving.bundle.load import Bundle, read_checked
 from serving.bundle.manifest import PROGRAM
 from serving.errors import BundleError
+from serving.lookup.build_program import build_program
 from serving.lookup.instruction_set import warn_of_slow_kernels
 from serving.pins import check_pins, mismatch
-from serving.torchscript import torchscript
+from serving.torchscript import one_line, torchscript
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
 _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")
@@ -45,31 +58,102 @@ def load_fbgemm() -> None:
     warn_of_slow_kernels()
 
 
-def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
-    """Load the lookup program of `bundle`, without weights files.
+class ProgramForm(StrEnum):
+    """How a process runs the lookup of a bundle."""
+
+    TORCHSCRIPT = "torchscript"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedProgram:
+    """The lookup program of a bundle in this process.
+
+    Attributes:
+        program: has `forward`, which takes `serving.lookup.ranks.arguments`, and the methods that were asked for.
+        form: TORCHSCRIPT: from `program.pt`. PLAIN: a module built from the manifest.
+        failure: why `program.pt` is not used, in a line. None: it is used, or the bundle has none.
+    """
+
+    program: Any
+    form: ProgramForm
+    failure: str | None = None
+
+
+def load_program(
+    bundle: Bundle,
+    weights: Sequence[Tensor],
+    methods: Sequence[str] = (),
+    added: Sequence[Callable[..., None]] = (),
+) -> LoadedProgram:
+    """Load the lookup program of `bundle` over its weights: its TorchScript, or a plain module where torch cannot.
+
+    Args:
+        bundle: the bundle.
+        weights: of each rank, uint8, its bytes.
+        methods: the methods of the program that are called beside `forward`.
+        added: functions that become methods of the program. Their source is TorchScript.
 
     Raises:
         EnvironmentMismatch: torch and FBGEMM do not work together.
-        BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
+        BundleError: `program.pt` changed after the export, or it belongs to another manifest.
     """
     load_fbgemm()
-    program = load_torchscript(bundle, PROGRAM)
-    if getattr(program, "placement_digest", None) != bundle.manifest.placement_digest:
-        raise BundleError(f"{bundle.path / PROGRAM}: was compiled for another manifest: publish the bundle again")
-    return program
+    script, failure = load_torchscript(bundle)
+    if script is not None:
+        try:
+            return LoadedProgram(_frozen(script, weights, methods, added), ProgramForm.TORCHSCRIPT)
+        except Exception as error:  # torch does not say of which types
+            failure = _failure(bundle, error)
+    program = build_program(bundle.manifest)
+    program.weights_host = [*weights]  # type: ignore[assignment]
+    # In the module itself, methods that refer to it would keep its weights mapped until the next garbage collection.
+    callables = {name: getattr(program, name) for name in ("forward", *methods)}
+    callables |= {function.__name__: MethodType(function, program) for function in added}
+    return LoadedProgram(SimpleNamespace(**callables), ProgramForm.PLAIN, failure)
 
 
-def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
-    """Load the file `name` of `bundle`, which is TorchScript.
+def load_torchscript(bundle: Bundle) -> "tuple[torch.jit.ScriptModule | None, str | None]":
+    """The `program.pt` of a bundle, without weights, and why torch cannot load it.
+
+    Returns:
+        The program and None; None and a line; or None and None: the bundle has no `program.pt`.
 
     Raises:
-        BundleError: the file changed after the export, or torch cannot load it.
+        BundleError: the file changed after the export, or it belongs to another manifest.
     """
-    path = bundle.path / name
+    if PROGRAM not in bundle.manifest.files:
+        return None, None
     # TorchScript is code. Load the very bytes that were compared with their digest: the file may change after that.
-    code = io.BytesIO(read_checked(path, bundle.manifest.files[name]))
+    content = io.BytesIO(read_checked(bundle.path / PROGRAM, bundle.manifest.files[PROGRAM]))
     try:
         with torchscript():
-            return torch.jit.load(code, map_location="cpu")  # type: ignore[no-any-return, no-untyped-call]
-    except RuntimeError as error:
-        raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
+            program = torch.jit.load(content, map_location="cpu")  # type: ignore[no-untyped-call]
+    except Exception as error:  # torch does not say of which types
+        return None, _failure(bundle, error)
+    if getattr(program, "placement_digest", None) != bundle.manifest.placement_digest:
+        raise BundleError(f"{bundle.path / PROGRAM}: was compiled for another manifest: publish the bundle again")
+    return program, None
+
+
+def _failure(bundle: Bundle, error: Exception) -> str:
+    return f"{bundle.path / PROGRAM}: torch {torch.__version__} cannot load it: {one_line(error)}"
+
+
+def _frozen(
+    program: "torch.jit.ScriptModule",
+    weights: Sequence[Tensor],
+    methods: Sequence[str],
+    added: Sequence[Callable[..., None]],
+) -> Any:
+    """`program` over weights, with its constants folded.
+
+    What is added becomes a method of the program, and is freed with it. `torch.jit.script` would keep what it
+    compiles, and the mapped weights files with it, until the process ends.
+    """
+    program.weights_host = [*weights]
+    with torchscript():
+        for function in added:
+            program.define(textwrap.dedent(inspect.getsource(function)))
+        names = [*methods, *(function.__name__ for function in added)]
+        return torch.jit.freeze(program.eval(), preserved_attrs=names)

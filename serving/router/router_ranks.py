@@ -24,7 +24,6 @@ from serving.router.hosts_config import HostsConfig, OnShardFailure
 from serving.router.messages import PartialRequest, PartialSums
 from serving.router.replicas import HostReplicas, LoopThread, check_all, replicas_of
 from serving.tables.table_files import TableFiles
-from serving.torchscript import torchscript
 
 # The router's own rank.
 _OWN = 0
@@ -80,6 +79,7 @@ class RouterRanks:
         patience_s: how long to wait for hosts that do not answer yet, in seconds. None: do not check the hosts.
 
     Attributes:
+        loaded_program: the program, and how it runs.
         replicas: the last result of `watch_replicas`.
         host_times: of the calls that the last `answer` made of which there is a trace.
 
@@ -92,11 +92,9 @@ class RouterRanks:
     def __init__(self, bundle: Bundle, weights: TableFiles, hosts: HostsConfig, patience_s: float | None) -> None:
         manifest = bundle.manifest
         hosts.check(manifest)
-        program = load_program(bundle)
-        program.weights_host = weights.tensors
+        self.loaded_program = load_program(bundle, weights.tensors, methods=("split", "lookup", "merge"))
+        self._program = self.loaded_program.program
         self._weights = weights
-        with torchscript():
-            self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
         self._segments = segments_by_rank(manifest)
         by_host = {bundle.host: bundle for bundle in manifest.hosts}
         self._ranks = {number: by_host[host] for host, number in manifest.plan.rank_of_host.items()}

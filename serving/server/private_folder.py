@@ -19,7 +19,7 @@ from pathlib import Path
 
 from serving.arguments import check_arguments
 from serving.bundle.load import check_sha256, digest_of, newest, read_checked, versions
-from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
+from serving.bundle.manifest import MANIFEST, MODEL, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed
@@ -143,7 +143,8 @@ class PrivateFolder(Strict, frozen=True):
             version = Path(draft) / "version"
             version.mkdir()
             (version / MODEL).write_bytes(_model_py(source, manifest))
-            (version / PROGRAM).write_bytes(read_checked(source / PROGRAM, manifest.files[PROGRAM]))
+            for name in manifest.files.keys() - manifest.mapped_files - {MODEL}:
+                (version / name).write_bytes(read_checked(source / name, manifest.files[name]))
             for name in manifest.mapped_files:
                 _take_weights(source / name, version / name, manifest.files[name], in_place=self.weights_in_place)
             (version / MANIFEST).write_bytes(text)

@@ -37,6 +37,7 @@ def test_the_manifest_says_what_was_exported(tmp_path: Path) -> None:
         assert 0.8 < parity.quantized.cosine < 1
         assert parity.sharded.largest < 1e-5
         assert parity.sharded.cosine == pytest.approx(1, abs=1e-9)
+        assert parity.scripted is not None
         assert parity.scripted.largest == parity.reloaded.largest == 0
         assert parity.scripted.cosine == parity.reloaded.cosine == 1
 

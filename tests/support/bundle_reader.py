@@ -56,6 +56,7 @@ def required(manifest: Any) -> list[str]:
         "input_hash_size": any("input_hash_size" in id_map.get("hashed", {}) for id_map in maps),
         "int32_ids": manifest.get("id_dtype") == "INT32",
         "modulo": any(table["id_policy"] == "modulo" for table in tables),
+        "no_program": "program.pt" not in manifest["files"],
         "position_weights": any("position_weights" in feature for feature in features),
         "sequences": any(table["pooling"] == "NONE" for table in tables),
     }

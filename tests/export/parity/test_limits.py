@@ -53,7 +53,7 @@ def test_a_program_that_is_wrong_for_one_table_fails_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compile_wrongly(manifest: Any) -> Any:
-        program = compile_program(manifest)
+        program: Any = compile_program(manifest)
         program.tbe.weights_offsets[3] += 1  # the first byte of `genre`
         return program
 

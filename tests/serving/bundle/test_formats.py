@@ -8,12 +8,12 @@ import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 
 from export.errors import QuantizeError
-from export.program.tbe_call import Segment, TbeCall
 from export.rows.quantize import check_dim, quantize, torch_dtype
 from export.rows.table_error import rounding_bounds
 from serving.bundle.formats import CodeRows, FloatRows, Int8, WeightDtype, scales_and_biases_of
 from serving.bundle.plan import COLUMN_MULTIPLE
 from serving.bundle.tables import OutputDtype, Pooling
+from serving.lookup.tbe_call import Segment, TbeCall
 from tests.support import bundle_reader, oracle
 
 every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
@@ -79,9 +79,12 @@ def test_torch_s_dtype_is_that_of_an_element_or_a_byte(dtype: WeightDtype) -> No
 def test_the_kernel_is_told_the_widest_segment_of_each_dtype(dtype: WeightDtype) -> None:
     segments = [Segment(dtype, width, 0) for width in (8, 24, 16)]
     tbe = TbeCall(segments, Pooling.SUM, OutputDtype.FP32, row_alignment=1)
+    schema = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default._schema
     with mock.patch.object(torch.ops.fbgemm, "int_nbit_split_embedding_codegen_lookup_function") as operator:
         tbe(torch.empty(0), torch.empty(0), torch.empty(0), None, None)
-    told = operator.call_args.kwargs
+    names = [argument.name for argument in schema.arguments]
+    told = dict(zip(names, operator.call_args.args, strict=False))
+    assert told["row_alignment"] == 1
     assert told["weights_tys"].tolist() == [dtype.format.sparse_type] * 3
     widest = {name: width for name, width in told.items() if name.startswith("max_") and width}
     kind = "int" if isinstance(dtype.format, CodeRows) else "float"

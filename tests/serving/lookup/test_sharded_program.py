@@ -15,7 +15,7 @@ from export.plan.sharding import CHOICES
 from serving.bundle.load import weights_path
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
-from serving.lookup.program import load_program
+from serving.lookup.program import load_program, load_torchscript
 from serving.requests.accept import accept
 from serving.requests.merge import merge
 from serving.requests.types import EMBEDDINGS, Tensors
@@ -164,11 +164,11 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
     import torch
 
     engine = sharded(tmp_path, Sharding(ranks=3, types={"*": "row_wise"}))
-    program: Any = load_program(engine.bundle)
-    program.weights_host = [
+    weights = [
         torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
         for path in (weights_path(engine.bundle.path, engine.bundle.manifest, rank) for rank in range(3))
     ]
+    program = load_program(engine.bundle, weights, methods=("split", "lookup", "merge")).program
     bags = random_bags(np.random.default_rng(2), MIXED, 5)
     values, lengths = flat(bags)
     offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
@@ -185,7 +185,9 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
 
 def test_a_plan_with_one_rank_is_one_call_whatever_it_is_called(tmp_path: Path) -> None:
     engine = sharded(tmp_path, Sharding(types={"*": "grid_shard"}))
-    code = load_program(engine.bundle).code
+    program, _ = load_torchscript(engine.bundle)
+    assert program is not None
+    code = program.code
     assert code.count("int_nbit_split_embedding_codegen_lookup_function") <= 1
     assert "permute" not in code
     assert "bucketize" not in code

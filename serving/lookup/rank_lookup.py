@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from export.program.tbe_call import Segment, TbeCall
 from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import Shard
 from serving.bundle.tables import OutputDtype, Pooling
+from serving.lookup.tbe_call import Segment, TbeCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,15 @@ class RankLookup(nn.Module):
         holds_all: whether the sums have all columns of the answer, in order.
     """
 
-    feature: Tensor
-    block: Tensor
-    width: Tensor
-    column: Tensor
-    widths: Tensor
-    all_targets: Tensor
-
     def __init__(
         self, segments: Sequence[PlacedSegment], widths: Sequence[int], tile: int, row_alignment: int
     ) -> None:
         super().__init__()
-        self._constant("feature", [segment.feature for segment in segments])
-        self._constant("block", [segment.block for segment in segments])
-        self._constant("width", [segment.shard.width // tile for segment in segments])
-        self._constant("column", [segment.shard.columns[0] // tile for segment in segments])
-        self._constant("widths", widths)
+        self.feature = _int64([segment.feature for segment in segments])
+        self.block = _int64([segment.block for segment in segments])
+        self.width = _int64([segment.shard.width // tile for segment in segments])
+        self.column = _int64([segment.shard.columns[0] // tile for segment in segments])
+        self.widths = _int64(widths)
         self.tbe = TbeCall(
             [Segment(segment.dtype, segment.shard.width, segment.shard.offset_bytes) for segment in segments],
             Pooling.SUM,  # means are divided after the merge, by the whole bag's count
@@ -74,13 +67,9 @@ class RankLookup(nn.Module):
         )
         self.tile = tile
         features = torch.arange(len(widths))
-        self.register_buffer("all_targets", self.targets(features, features))
+        self.all_targets = self.targets(features, features)
         self.holds_all = self.all_targets.equal(torch.arange(sum(widths)))
 
-    def _constant(self, name: str, values: Sequence[int]) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=torch.int64))
-
-    @torch.jit.export
     def sources(self, features: Tensor, positions: Tensor) -> Tensor:
         """Which bags the segments asked for take.
 
@@ -94,7 +83,6 @@ class RankLookup(nn.Module):
         position = positions.index_select(0, self.feature)
         return (self.block * features.size(0) + position)[position >= 0]
 
-    @torch.jit.export
     def targets(self, features: Tensor, positions: Tensor) -> Tensor:
         """Which tile of the answer each tile of the sums is added to.
 
@@ -139,10 +127,9 @@ class RankLookup(nn.Module):
         if lengths.size(0) == 0:
             return torch.empty([lengths.size(1), 0])
         offsets: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.view(-1))
-        pooled: Tensor = self.tbe(weights_host, values, offsets, per_sample_weights, segments)
+        pooled: Tensor = self.tbe.forward(weights_host, values, offsets, per_sample_weights, segments)
         return pooled
 
-    @torch.jit.export
     def add_to(self, sums: Tensor | None, part: Tensor, features: Tensor | None, positions: Tensor | None) -> Tensor:
         """Add this rank's partial sums to those of the ranks before it.
 
@@ -166,3 +153,7 @@ class RankLookup(nn.Module):
         part = part.view(samples, targets.size(0), self.tile)
         sums.view(samples, tiles, self.tile).index_add_(1, targets, part)
         return sums
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

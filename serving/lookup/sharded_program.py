@@ -11,18 +11,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from export.program.rank import PlacedSegment, RankLookup
-from export.program.tbe_call import SumsToAnswer
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import row_blocks
 from serving.bundle.segments import segments_by_rank
+from serving.lookup.rank_lookup import PlacedSegment, RankLookup
+from serving.lookup.tbe_call import SumsToAnswer
 
 
 class ShardedProgram(nn.Module):
     """Tables cut or copied over ranks, every way that a plan can.
 
     `values`, `offsets`, `per_sample_weights` and `features` are everywhere those of the request, as
-    `export.program.compile.OneRankProgram.forward` takes them.
+    `serving.lookup.one_rank_program.OneRankProgram.forward` takes them.
 
     Args:
         manifest: features, tables and plan. Its parity and files are not read.
@@ -39,7 +39,6 @@ class ShardedProgram(nn.Module):
 
     weights_host: list[Tensor]
     row_bounds: list[Tensor]
-    order: Tensor
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
@@ -60,12 +59,11 @@ class ShardedProgram(nn.Module):
         self.row_bounds = [torch.tensor([0, *(stop for _, stop in blocks_of_table)]) for blocks_of_table in blocks]
         self.most_blocks = max(map(len, blocks))
         everything = torch.arange(len(tables))
-        self.register_buffer("order", self.split_order(everything, everything))
+        self.order = self.split_order(everything, everything)
         # So it is where all tables are cut row-wise alike. A block that a short table lacks takes no position:
         # it has no ids.
         self.is_cut_in_order = bool((torch.diff(self.order) > 0).all())
 
-    @torch.jit.export
     def positions_of(self, features: Tensor) -> Tensor:
         """The position of each feature of the model in `features`, or −1 if the request does not ask for it.
 
@@ -79,7 +77,6 @@ class ShardedProgram(nn.Module):
         positions[features] = torch.arange(features.size(0))
         return positions
 
-    @torch.jit.export
     def split_order(self, features: Tensor, positions: Tensor) -> Tensor:
         """Which bags the segments asked for take, rank by rank.
 
@@ -92,7 +89,6 @@ class ShardedProgram(nn.Module):
         """
         return torch.cat([rank.sources(features, positions) for rank in self.ranks]).int()  # type: ignore[operator]
 
-    @torch.jit.export
     def split(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -165,7 +161,6 @@ class ShardedProgram(nn.Module):
             id_ += ids
         return requests
 
-    @torch.jit.export
     def lookup(
         self,
         rank: int,
@@ -193,7 +188,6 @@ class ShardedProgram(nn.Module):
                 pooled = ranks_lookup(self.weights_host[number], values, lengths, per_sample_weights, positions)
         return pooled
 
-    @torch.jit.export
     def merge(self, pooled: list[Tensor], offsets: Tensor, features: Tensor | None) -> Tensor:
         """The answer from the partial sums of all ranks.
 
@@ -215,7 +209,7 @@ class ShardedProgram(nn.Module):
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> Tensor:
-        """Look up and pool, as `export.program.compile.OneRankProgram.forward` says."""
+        """Look up and pool, as `serving.lookup.one_rank_program.OneRankProgram.forward` says."""
         requests = self.split(values, offsets, per_sample_weights, features)
         positions = None if features is None else self.positions_of(features)
         sums: Tensor | None = None
