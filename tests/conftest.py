@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from serving.server import Access, Ports, Server, run_server
 from tests.support import mutation_check
 from tests.support.deadlines import no_default_deadlines
+from tests.support.no_torchscript import NoTorchScript, remove_torchscript
 from tests.support.process_cleanup import end_together
 from tests.support.reload_process import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
@@ -66,6 +67,19 @@ def fresh_process() -> Iterator[None]:
     """For tests that are about it: a fresh process reloads the bundles of their exports, as it does everybody's."""
     with in_a_fresh_process():
         yield
+
+
+@pytest.fixture(params=[*NoTorchScript])
+def no_torchscript(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are about it: torch is without TorchScript, in each way that it may be."""
+    remove_torchscript(monkeypatch, request.param)
+
+
+@pytest.fixture(params=["torchscript", *(pytest.param(how, marks=pytest.mark.long) for how in NoTorchScript)])
+def any_torchscript(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose answers are the same without TorchScript. Where it is missing, they are `long`."""
+    if request.param != "torchscript":
+        remove_torchscript(monkeypatch, request.param)
 
 
 @pytest.fixture(scope="session")

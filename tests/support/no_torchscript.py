@@ -1,11 +1,14 @@
 """torch as it may become: without TorchScript."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 import pytest
 
-# What of torch.jit compiles, saves, loads or names a program. torch's own decorators stay: torchrec applies them.
-_NAMES = ("script", "trace", "freeze", "load", "save", "ScriptModule", "ScriptFunction", "export", "is_scripting")
+# What of torch.jit compiles, saves, loads or names a program. What torchrec's own code calls stays.
+_FUNCTIONS = ("script", "trace", "freeze", "load", "save", "export")
+_NAMES = (*_FUNCTIONS, "ScriptModule", "ScriptFunction")
 
 
 class NoTorchScript(StrEnum):
@@ -25,5 +28,13 @@ def remove_torchscript(monkeypatch: pytest.MonkeyPatch, how: NoTorchScript) -> N
     for name in _NAMES:
         if how is NoTorchScript.REMOVED:
             monkeypatch.delattr(torch.jit, name)
-        elif name not in ("ScriptModule", "ScriptFunction", "is_scripting"):
+        elif name in _FUNCTIONS:
             monkeypatch.setattr(torch.jit, name, fail)
+
+
+@contextmanager
+def without_torchscript(how: NoTorchScript = NoTorchScript.RAISES) -> Iterator[None]:
+    """Inside the block, torch is without TorchScript."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        remove_torchscript(monkeypatch, how)
+        yield

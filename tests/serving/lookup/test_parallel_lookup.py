@@ -22,11 +22,14 @@ from serving.requests.answers import JaggedRows
 from serving.requests.encoding import encode
 from tests.support.long_cases import one_in
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
+from tests.support.no_torchscript import without_torchscript
 from tests.support.position_weights import LONGEST, positioned
 from tests.support.position_weights import SPECS as POSITIONED
 from tests.support.sequence_models import POOLED, ROWS, Mixed
 
 THREADS = (2, 3, 4)
+# In place of a number of threads: two, without TorchScript.
+PLAIN = -2
 # The most bytes of a block, and the most samples: a bag at a time, some samples of a feature, some features, everything.
 BLOCKS = [
     (1, 17),
@@ -81,6 +84,8 @@ def _model(
     module, specs, config = MODELS[request.param]
     bundle = export_model(module(), tmp_path_factory.mktemp("pieces") / "r", "m", config)
     engines = {threads: Engine.open(bundle, threads=threads) for threads in (1, *THREADS)}
+    with without_torchscript():
+        engines[PLAIN] = Engine.open(bundle, threads=2)
     yield request.param, specs, bundle, engines
     for engine in engines.values():
         engine.close()
@@ -134,7 +139,7 @@ def test_threads_answer_as_one_bit_for_bit(
     for request in requests(name, specs, most):
         expected = engines[1].lookup(request)
         assert not parts
-        for threads in THREADS:
+        for threads in (*THREADS, PLAIN):
             assert_same(engines[threads].lookup(request), expected)
         assert parts, "it was not cut"
         assert set(parts) <= {1, *THREADS}

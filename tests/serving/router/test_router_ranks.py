@@ -16,15 +16,19 @@ import pytest
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle.load import open_bundle
-from serving.bundle.plan import ShardingType
+from serving.bundle.manifest import PROGRAM
+from serving.bundle.plan import ShardingType, path_of
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ConfigurationError, HostUnavailable, InvalidRequest
+from serving.lookup.program import ProgramForm
 from serving.router.hosts_config import HostsConfig
 from serving.router.replicas import replicas_of
+from tests.support.fake_hosts import fake_hosts
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only, patient
 from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection, random_bags
+from tests.support.no_torchscript import NoTorchScript, remove_torchscript
 from tests.support.servers import at_once, metric, running, scrape, tbe_serve
 
 # Every sharding type, pooling and dtype; rows that no number of hosts divides. A model cannot have all of them: the
@@ -272,3 +276,25 @@ def test_a_router_shows_its_hosts(served: Served) -> None:
         for each in version["hosts"]
     )
     assert f"{MODEL}-host-3" in tbe_serve("status", served.router).stdout
+
+
+@pytest.mark.parametrize("how", one_in(2, NoTorchScript))
+def test_a_router_and_its_hosts_answer_the_same_bits_without_torchscript(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: NoTorchScript
+) -> None:
+    specs = (Spec("cut", 97, 16, "MEAN", ("a", "b")), Spec("whole", 31, 8, "SUM", ("c",)))
+    config = ExportConfig(sharding=Sharding(ranks=3, ranks_per_host=1, types={"cut": "row_wise"}))
+    scripted = export_hosts(tmp_path / "with", collection(specs), config)
+    one = Engine.open(in_one_process(tmp_path, collection(specs), config, scripted))
+    remove_torchscript(monkeypatch, how)
+    plain = export_hosts(tmp_path / "without", collection(specs), config)
+    bundles = [plain, *(path_of(plain, host) for host in open_bundle(plain).manifest.hosts)]
+    assert [bundle for bundle in bundles if (bundle / PROGRAM).exists()] == []
+    for router in (scripted, plain):
+        with fake_hosts(router) as hosts:
+            engine = Engine.open(router, patient({number: host.address for number, host in hosts.items()}))
+            assert engine.lookup_program.form is ProgramForm.PLAIN
+            for samples, features in ((3, None), (1, ["b"]), (5, ["c", "a"])):
+                bags = random_bags(np.random.default_rng(samples), specs, samples, features)
+                assert_same(engine.lookup(bags), one.lookup(bags))
+            engine.close()
