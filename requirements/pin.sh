@@ -30,6 +30,7 @@ without() { # the packages of locks: uv's options that leave them out
 # torch apart, for it has two locks: PyTorch's CPU build, and PyPI's with all that it requires.
 ours=(--excludes excludes.in --no-emit-package torch)
 # What shares an environment is resolved at once. A lock has what those before it have not.
+ours+=(--overrides overrides.in)
 compile "${ours[@]}" serve.in export.in dev.in > "$folder/all"
 # Python 3.12 has to do with the same packages.
 version=3.12 compile "${ours[@]}" --constraints "$folder/all" serve.in export.in dev.in > "$folder/all-3.12"

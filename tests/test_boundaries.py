@@ -34,6 +34,7 @@ EXPORT_MAY_IMPORT = {
 # Libraries that few packages of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
 FEW_IMPORT = {
     "torch": {
+        "serving.backend.dlpack",
         "serving.backend.triton",
         "serving.lookup.buffer_pool",
         "serving.lookup.ranks",

@@ -19,6 +19,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from serving.backend.answering import Answerer
+from serving.backend.dlpack import to_array, to_tensor
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import Families, LookupMetrics, Publisher, triton_families
 from serving.backend.page_metrics import PageMetrics
@@ -256,10 +257,10 @@ def _decode(request: Any) -> Tensors:
 
 
 def _row(name: str, tensor: Any) -> Array:
-    """The row [n] of an input [1, n]. as_numpy() copies, so the row outlives the request and is aligned."""
+    """The row [n] of an input [1, n]."""
     if tensor is None:  # Triton counts inputs, and takes a dense one in place of this
         raise InvalidRequest(f"{name}: expected shape [1, n], got none", Reason.SHAPE)
-    array: Array = tensor.as_numpy()
+    array = to_array(tensor)
     if array.ndim != 2 or array.shape[0] != 1:
         raise InvalidRequest(f"{name}: expected shape [1, n], got {list(array.shape)}", Reason.SHAPE)
     row: Array = array[0]
@@ -268,7 +269,7 @@ def _row(name: str, tensor: Any) -> Array:
 
 def _samples(name: str, tensor: Any) -> Array:
     """The samples [B, …] of an input [1, B, …]."""
-    array: Array = tensor.as_numpy()
+    array = to_array(tensor)
     if array.ndim < 2 or array.shape[0] != 1:
         raise InvalidRequest(f"{name}: expected shape [1, B, …], got {list(array.shape)}", Reason.DENSE)
     samples: Array = array[0]
@@ -279,4 +280,5 @@ def _response(outcome: Outcome) -> Any:
     if isinstance(outcome, ServingError):
         status = getattr(pb_utils.TritonError, _STATUS.get(type(outcome), "INTERNAL"))
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(shown(str(outcome)), status))
-    return pb_utils.InferenceResponse([pb_utils.Tensor(name, each[np.newaxis]) for name, each in outcome.items()])
+    outputs = [to_tensor(pb_utils.Tensor.from_dlpack, name, array) for name, array in outcome.items()]
+    return pb_utils.InferenceResponse(outputs)

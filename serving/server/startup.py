@@ -3,6 +3,7 @@
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from serving.errors import ServingError, TritonserverFailed
@@ -51,11 +52,11 @@ def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: flo
 
 
 def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
-    version = server.control(CONTROL_TIMEOUT_S).server_version()
-    if not triton_release(version).is_secure:
+    triton = server.control(CONTROL_TIMEOUT_S).server_version()
+    if not triton_release(triton).is_secure:
         secure = oldest_secure()
         yield (
-            f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
+            f"tritonserver {triton} lacks security fixes: let nobody but this machine reach it, or run "
             f"{'.'.join(map(str, secure.version))} ({secure.container}) or later"
         )
     if is_open(server.regions):
@@ -67,7 +68,10 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
             "--drain-s: new connections cannot be refused, since a sandbox forbids to share a port: a client that "
             "connects again while the server drains may lose calls"
         )
-    yield from left_out(Path(server.run_file.repository), server.private is not None, server.launch.command)
+    repository, options = Path(server.run_file.repository), server.launch.command
+    yield from left_out(repository, server.private is not None, options)
+    if not triton_release(triton).has_numpy_2:
+        yield from misread_numpy_2(repository, options)
     if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 
@@ -99,6 +103,24 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
             f"rename {', '.join(unservable)}"
         )
     yield f"not served, because tbe-export did not make them: {', '.join(others)}; {'; '.join(how)}"
+
+
+def misread_numpy_2(repository: Path, options: Sequence[str]) -> Iterator[str]:
+    """A line that names the Python models that tbe-export did not make, beside numpy 2 and a stub built for numpy 1.
+
+    Args:
+        repository: the model repository.
+        options: of tritonserver, which load such models.
+    """
+    loaded = loaded_by(options)
+    others = [name for name in other_models(repository) if loaded & {name, "*"} and has_python(repository / name)]
+    numpy = version("numpy")
+    if others and int(numpy.partition(".")[0]) >= 2:
+        yield (
+            f"{', '.join(others)}: Triton's Python backend was built for numpy 1, and numpy {numpy} is installed: "
+            "as_numpy() returns wrong numbers, and Tensor(name, array) is empty: use to_dlpack() and from_dlpack() "
+            "in model.py, or `pip install 'numpy<2'`"
+        )
 
 
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:

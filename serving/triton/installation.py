@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,18 +27,20 @@ class TritonRelease:
         container: tag of the official container.
         version: major and minor version of its tritonserver.
         is_secure: whether it has the security fixes for a server that other machines can reach.
+        has_numpy_2: whether the stub of its Python backend was built for numpy 2. It then works with numpy 1, too.
     """
 
     container: str
     version: tuple[int, int]
     is_secure: bool
+    has_numpy_2: bool
 
 
 # Oldest first.
 TRITON_RELEASES = (
     # The one in nvidia-pytriton 0.7.0. It lacks the 2025 fixes of the Python backend's shared memory, and others.
-    TritonRelease(container="24.10", version=(2, 51), is_secure=False),
-    TritonRelease(container="26.04", version=(2, 68), is_secure=True),
+    TritonRelease(container="24.10", version=(2, 51), is_secure=False, has_numpy_2=False),
+    TritonRelease(container="26.04", version=(2, 68), is_secure=True, has_numpy_2=True),
 )
 
 
@@ -101,11 +102,6 @@ def find_tritonserver(stack: contextlib.ExitStack) -> Installation:
 
 
 def _bundled(package: Path, backends: Path) -> Installation:
-    if int(version("numpy").partition(".")[0]) >= 2:
-        raise TritonserverFailed(
-            f"numpy: expected < 2 beside the tritonserver of nvidia-pytriton, found {version('numpy')}: its "
-            "Python backend would hand out empty tensors: `pip install 'numpy<2'`"
-        )
     triton = package / "tritonserver"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = triton / "python_backend_stubs" / python / "triton_python_backend_stub"

@@ -18,13 +18,15 @@ from tests.support.servers import FREE
 
 ECHO = """
 import triton_python_backend_utils as pb_utils
+from torch import from_dlpack
 
 
 class TritonPythonModel:
     def execute(self, requests):
         return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(each, "x").as_numpy())])
-            for each in requests
+            pb_utils.InferenceResponse([pb_utils.Tensor.from_dlpack("y", from_dlpack(tensor))])
+            for request in requests
+            for tensor in request.inputs()
         ]
 """
 CONFIG = """
