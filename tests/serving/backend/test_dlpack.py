@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import tritonclient.grpc
 from tritonclient.utils import np_to_triton_dtype
 
 from serving.bundle.scores import InputDtype, ScoreDtype
+from serving.client import LookupClient
 from serving.server import Server, run_server
 from tests.serving.server.test_other_models import add_model
 from tests.support.models import exported
-from tests.support.servers import FREE
+from tests.support.servers import FREE, replace_model_py
 
 # Those of a bundle's inputs and outputs, and Triton's other dtypes of numbers.
 DTYPES = sorted(
@@ -44,6 +46,12 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(
             [to_tensor(pb_utils.Tensor.from_dlpack, name, array) for name, array in outputs.items()]
         )
+"""
+# What users of a server have in their models' processes.
+BESIDE = """
+import pandas, polars, pyarrow
+from serving.backend import TritonPythonModel
+assert pandas.Series(pyarrow.array([3, 5])).tolist() == polars.Series([3, 5]).to_list()
 """
 
 
@@ -89,6 +97,15 @@ def test_every_dtype_and_shape_arrives_and_returns(server: Server, dtype: np.dty
                 assert (returned.dtype, returned.shape) == (dtype, array.shape)
                 np.testing.assert_array_equal(returned, array)
             last = sent
+
+
+def test_a_model_answers_beside_pandas_polars_and_pyarrow(tmp_path: Path) -> None:
+    bundle = exported(tmp_path)
+    replace_model_py(bundle, BESIDE)
+    with run_server(bundle.parent.parent, FREE) as server, LookupClient(server.grpc, "m", 60) as client:
+        ((first, second),) = client.lookup({"x": [[1], [1, 1]]}).values()
+    np.testing.assert_allclose(second, 2 * first, rtol=1e-6)
+    assert first.any()
 
 
 def test_a_stub_of_numpy_1_is_named_where_other_models_would_read_wrong_numbers(server: Server) -> None:
