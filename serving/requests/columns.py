@@ -53,7 +53,7 @@ def array_of_series(series: Any) -> tuple[Array, Mask | None]:
     null, dtype = series.isna().to_numpy(), series.dtype
     if hasattr(dtype, "categories"):
         codes, categories = series.cat.codes.to_numpy(), series.cat.categories.to_numpy()
-        values = categories[codes] if len(categories) else np.zeros(len(codes), np.int64)
+        values: Any = categories[codes] if len(categories) else np.zeros(len(codes), np.int64)
     elif hasattr(dtype, "numpy_dtype"):  # nullable
         values = series.to_numpy(dtype.numpy_dtype, na_value=dtype.numpy_dtype.type(0))
     else:
@@ -234,7 +234,7 @@ def _numbers_of_chunk(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | Non
         )
     null = None if chunk.valid is None else ~chunk.valid
     if null_items is not None:
-        null_rows = null_items.reshape(chunk.length, width).any(axis=1)
+        null_rows: Any = null_items.reshape(chunk.length, width).any(axis=1)
         null = null_rows if null is None else null | null_rows
     return items.reshape(chunk.length, width, *items.shape[1:]), null
 

@@ -170,7 +170,8 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
 def _as_objects(numbers: Any) -> list[Any]:
     """The numbers of a list, or of an array or column of objects, flat; none where they have a dtype."""
     if isinstance(numbers, Sequence):
-        return np.asarray(numbers, object).ravel().tolist()  # type: ignore[no-any-return]
+        flat: list[Any] = np.asarray(numbers, object).ravel().tolist()
+        return flat
     if isinstance(dtype := getattr(numbers, "dtype", None), np.dtype) and dtype == np.object_:
         return _as_objects(np.asarray(numbers).tolist())
     return []
