@@ -19,6 +19,7 @@ from export.hosts import host_bundles, open_parts, part_manifest, part_models, r
 from export.parity.answers import Answers, answer_assembled, answer_probe, assembled_manifest
 from export.parity.fresh_process import FreshProcess
 from export.parity.limits import check_parity, coarse_notes, overflow_notes
+from export.parity.verify_scores import expect_reloaded_scores
 from export.prepare import Prepared, describe, prepare
 from export.program.compile import compile_program, write_program
 from export.publish.draft import Draft, draft, next_version
@@ -32,7 +33,7 @@ from export.trained.tables import collect_tables
 from serving.bundle.load import Bundle, open_bundle
 from serving.bundle.manifest import PROGRAM, FileDigest, Manifest, write_manifest
 from serving.bundle.plan import FIRST_WEIGHTS
-from serving.bundle.scores import SCORES, DensePart
+from serving.bundle.scores import DensePart
 from serving.errors import BundleError, ConfigurationError
 from serving.torchscript import torchscript_error
 
@@ -259,7 +260,8 @@ def finish(
         prepared.maps.write(new.path)
     with new.syncing():
         if scored is not None:
-            save_scores(scored.program, new.path / SCORES)
+            save_scores(scored, new.path)
+            expect_reloaded_scores(scored, new.path, fresh)
         program = compile_program(new.manifest)
         digests = {path.name: digest for path, digest in stored.digests.items() if path.parent == new.path}
         compared = manifest = write_program(new.path, new.manifest, program, digests)

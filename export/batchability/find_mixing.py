@@ -55,7 +55,7 @@ def find_mixing(
                 exported = torch.export.export(
                     _Interpreted(module),
                     tuple(inputs.tensors(jagged)),
-                    dynamic_shapes=(_dynamic_dims(inputs, jagged),),
+                    dynamic_shapes=(dynamic_dims(inputs, jagged),),
                     strict=False,
                 )
             program = exported.run_decompositions()
@@ -92,7 +92,7 @@ def _key_of_rows(inputs: DenseInputs, jagged: JaggedInput) -> str | None:
     return None if jagged.kind is JaggedKind.LENGTHS else inputs.key_of(jagged.name)
 
 
-def _dynamic_dims(inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
+def dynamic_dims(inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
     """The dynamic dimension of each input: the number of samples, or the number of ids of its key.
 
     A key with a fixed number of ids in each sample has a multiple of the samples.

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -11,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 
 from export.errors import ParityError
-from serving.requests.types import Outputs, Tensors
+from serving.bundle.scores import DenseFormat
+from serving.requests.types import Array, Outputs, Tensors
 
 ANSWERED = "answered"
 
@@ -41,16 +43,33 @@ class FreshProcess:
         Raises:
             ParityError: the process cannot open the bundle, or refuses the probe. It is of no use then.
         """
+        arrays: dict[str, Any] = {"values": probe.values, "lengths": probe.lengths}
+        if probe.weights is not None:
+            arrays["weights"] = probe.weights
+        return self._outputs(directory, arrays)
+
+    def scores(self, file: Path, format_: DenseFormat, inputs: Sequence[Array]) -> list[Array]:
+        """The outputs of a file with a dense part, in order.
+
+        Args:
+            file: the file.
+            format_: its format.
+            inputs: what the dense part takes, in order.
+
+        Raises:
+            ParityError: the process cannot load the file, or run it. It is of no use then.
+        """
+        arrays = {f"input_{number}": array for number, array in enumerate(inputs)}
+        return [*self._outputs(file, arrays, format_.value).values()]
+
+    def _outputs(self, path: Path, arrays: Mapping[str, Any], *details: str) -> Outputs:
         with tempfile.TemporaryDirectory() as folder:
-            arrays: dict[str, Any] = {"values": probe.values, "lengths": probe.lengths}
-            if probe.weights is not None:
-                arrays["weights"] = probe.weights
             np.savez(Path(folder) / "probe.npz", **arrays)
-            if not self._answers([str(directory.absolute()), folder]):
+            if not self._answers([str(path.absolute()), folder, *details]):
                 self._process.wait()
                 self._errors.seek(0)
                 said = self._errors.read().strip()
-                raise ParityError(f"{directory}: a fresh process could not answer from it:\n{said}")
+                raise ParityError(f"{path}: a fresh process could not answer from it:\n{said}")
             with np.load(Path(folder) / "outputs.npz", allow_pickle=False) as outputs:
                 return dict(outputs)
 

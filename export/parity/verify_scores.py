@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,19 +13,21 @@ from export.batchability.probe_mixing import probe_mixing
 from export.batchability.probes import split_sizes
 from export.capture.graph_inputs import DenseInputs
 from export.config import Example
-from export.errors import ModelError
+from export.errors import ModelError, ParityError
 from export.ids.id_maps import build_maps
+from export.parity.fresh_process import FreshProcess
 from export.scores.dense_part import CompiledDensePart, compare_scores, compile_dense_part
 from export.scores.probe_inputs import ByFeature, probe_inputs, with_embeddings
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained
 from serving.bundle.load import Bundle
-from serving.bundle.scores import DensePart
+from serving.bundle.scores import DenseFormat, DensePart
 from serving.errors import ConfigurationError
 from serving.lookup.dense_program import DenseProgram
 from serving.requests.id_maps import known_of_keys
 from serving.requests.schema import scoring_schema
 from serving.requests.types import Array, Outputs, Tensors
+from serving.torchscript import torchscript_error
 
 
 def verify_scores(
@@ -49,7 +52,8 @@ def verify_scores(
     Raises:
         BundleError: torch cannot load the dense part, or it is another one.
     """
-    program = DenseProgram(bundle, scoring_schema(bundle.manifest, part))
+    schema = scoring_schema(bundle.manifest, part)
+    program = DenseProgram(bundle, schema)
     given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.inputs, answer)
     together, alone = _answers(program, given)
     failures = [
@@ -58,6 +62,16 @@ def verify_scores(
         for name, off, limit in _moved(part, together, alone)
         if not off <= limit
     ]
+    for file in part.files_by_speed:
+        if file == program.loaded.file or (file.format is DenseFormat.TORCHSCRIPT and torchscript_error()):
+            continue
+        scores = _scores(DenseProgram(bundle, schema, file), given)
+        failures += [
+            f"output {name!r}: {file.name} differs by {off:.3g} from {program.loaded.file.name}, expected at most "
+            f"{limit:.3g}"
+            for name, off, limit in _moved(part, scores, _scores(program, given))
+            if not off <= limit
+        ]
     if not failures and not part.mixes_samples:
         by_id = {output.name: output.key for output in part.outputs if output.key is not None}
         shown = probe_mixing(partial(_scores, program), given, part.dtype, by_id)
@@ -66,7 +80,7 @@ def verify_scores(
     if scored is None:
         return _with_merged(part, together, alone), failures
     with torch.no_grad():
-        answers = scored.program(*given.tensors(part.jagged))
+        answers = scored.formats.forward(*given.tensors(part.jagged))
     model = {output.name: numbers.numpy() for output, numbers in zip(part.outputs, answers, strict=True)}
     if scored.part.mixes_samples and not part.mixes_samples:
         why = f"samples may meet in {scored.part.mixed_by}"
@@ -78,6 +92,32 @@ def verify_scores(
         if not off <= limit
     ]
     return compare_scores(scored, answer), failures
+
+
+def expect_reloaded_scores(scored: CompiledDensePart, directory: Path, fresh: FreshProcess) -> None:
+    """Have another process load and run each file of a dense part.
+
+    Args:
+        scored: the compiled dense part.
+        directory: has the files.
+        fresh: the process.
+
+    Raises:
+        ParityError: it cannot load a file, or its scores are others.
+    """
+    part = scored.part
+    tensors = scored.inputs.tensors(part.jagged)
+    with torch.no_grad():
+        expected = [tensor.numpy() for tensor in scored.formats.forward(*(tensor.clone() for tensor in tensors))]
+    for file in part.files_by_speed:
+        answer = fresh.scores(directory / file.name, file.format, [tensor.numpy() for tensor in tensors])
+        for output, numbers, others in zip(part.outputs, expected, answer, strict=True):
+            difference = largest_difference(others, numbers)
+            if not difference <= rounding_limit(numbers, part.dtype):
+                raise ParityError(
+                    f"{directory / file.name}: output {output.name!r}: a fresh process answers differently, by "
+                    f"{difference:.3g}"
+                )
 
 
 def _answers(program: DenseProgram, given: DenseInputs) -> tuple[Outputs, Outputs]:

@@ -18,8 +18,9 @@ from export.batchability.probes import Run, run_probes, scaled_probes
 from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
 from export.config import Example
-from export.errors import ModelError, compiler_line
+from export.errors import ModelError
 from export.scores.collection_columns import collection_columns
+from export.scores.dense_formats import DenseFormats, compile_formats
 from export.scores.dense_model import (
     DenseModel,
     dense_model_of_example,
@@ -27,7 +28,7 @@ from export.scores.dense_model import (
     dense_model_of_module,
 )
 from export.scores.dense_subgraph import DenseSubgraph
-from export.scores.dense_weights import with_dtype, with_weights
+from export.scores.dense_weights import with_weights
 from export.scores.eager_model import eager_answers, model_errors
 from export.scores.merge_columns import merge_adjacent_columns
 from export.scores.probe_inputs import ByFeature, with_embeddings
@@ -45,14 +46,15 @@ from export.scores.written_inputs import copy_inputs, writes_to_inputs
 from export.trained.checkpoint import Checkpoint
 from export.trained.eval_mode import evaluating, quiet
 from export.trained.managed_collision import looking_up
-from export.trained.source_location import line_of
 from export.trained.tables import Trained
 from export.trained.trained_answers import record_answers
 from export.trained.wrapped_collections import is_sequence
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DensePart
 from serving.requests.types import Ids, Tensors
-from serving.torchscript import torchscript
+
+# Samples of requests on which the formats of a dense part are compared, beside all samples of a probe.
+_FEW_SAMPLES = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class CompiledDensePart:
     """A dense part that is ready to be written.
 
     Attributes:
-        program: compiled, with the dtype that serves.
+        formats: compiled, with the dtype that serves.
         part: for the manifest. Its parity lacks `trained`.
         request: ids of all keys, as a probe for `compare_scores`.
         inputs: the same request with dense inputs.
@@ -69,7 +71,7 @@ class CompiledDensePart:
         notes: a line for each part of an example that requests do not bring.
     """
 
-    program: torch.jit.ScriptModule
+    formats: DenseFormats
     part: DensePart
     request: Tensors
     inputs: DenseInputs
@@ -127,13 +129,17 @@ def compile_dense_part(
     draws.expect_none(model)
     run = partial(dense_part_scores, model, module, subgraph)
     probes = [inputs, *(probe for probe, _ in run_probes(run, scaled_probes(inputs)))]
+    variations = [] if example is None else [*varied_requests(inputs, columns)]
     if user_module is None:
-        has_example = example is not None
-        _expect_parity(model, subgraph, module, columns, run, probes, has_example=has_example)
-    program = _compiled(model, _without_writes(module, subgraph, inputs), dtype)
-    serve = partial(dense_part_scores, model, program, subgraph)
+        _expect_parity(model, subgraph, module, columns, run, probes, variations)
+    few = [inputs.select(torch.arange(samples)) for samples in _FEW_SAMPLES]
+    requests = [*probes, *few, *(request for _, request in variations)]
+    is_own = user_module is not None
+    served = _without_writes(module, subgraph, inputs)
+    formats = compile_formats(model, served, subgraph, dtype, requests, is_own=is_own)
+    serve = partial(dense_part_scores, model, formats.forward, subgraph)
     outputs = measure_outputs(model, run, serve, probes, dtype, subgraph.by_id)
-    mixed_by = _mixed_by(module, subgraph, inputs, dtype, None if user_module is None else program)
+    mixed_by = _mixed_by(module, subgraph, inputs, dtype, formats.scripted, is_own=is_own)
     mixed_by = mixed_by or probe_mixing(serve, inputs, dtype, subgraph.by_id)
     part = DensePart(
         dense_model.dense_inputs,
@@ -141,14 +147,14 @@ def compile_dense_part(
         dtype,
         mixes_samples=mixed_by is not None,
         mixed_by=mixed_by,
-        is_own=user_module is not None,
+        is_own=is_own,
         jagged=subgraph.jagged,
         fixed_lengths={key: count for key, count in inputs.fixed.items() if key in manifest.keys},
+        files=formats.described,
     )
     part = msgspec.structs.replace(part, together=_keys_of_equal_lengths(part, manifest, inputs))
-    return CompiledDensePart(
-        program, part, dense_model.request, inputs, trained_scores, eager_scores, dense_model.notes
-    )
+    notes = (*dense_model.notes, *formats.notes)
+    return CompiledDensePart(formats, part, dense_model.request, inputs, trained_scores, eager_scores, notes)
 
 
 def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
@@ -160,7 +166,7 @@ def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
     """
     inputs = with_embeddings(scored.inputs, answer)
     with torch.no_grad():
-        tensors = scored.program(*inputs.tensors(scored.part.jagged))
+        tensors = scored.formats.forward(*inputs.tensors(scored.part.jagged))
     outputs = []
     for output, tensor in zip(scored.part.outputs, tensors, strict=True):
         numbers = tensor.numpy()
@@ -173,9 +179,10 @@ def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
 
 
-def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
-    """Write a dense part to `path`."""
-    path.write_bytes(program.save_to_buffer())
+def save_scores(scored: CompiledDensePart, directory: Path) -> None:
+    """Write the files of a dense part to `directory`."""
+    for compiled in scored.formats.files:
+        (directory / compiled.file.name).write_bytes(compiled.content)
 
 
 def _expect_no_key_names(dense_model: DenseModel, manifest: Manifest) -> None:
@@ -223,15 +230,16 @@ def _expect_parity(
     columns: Collections,
     run: Run,
     probes: Sequence[DenseInputs],
-    *,
-    has_example: bool,
+    variations: Sequence[tuple[str, DenseInputs]],
 ) -> None:
-    """Refuse a model that answers differently than its dense part, or draws random numbers."""
-    variations = [*varied_requests(probes[0], columns)] if has_example else []
+    """Refuse a model that answers differently than its dense part, or draws random numbers.
+
+    Only a model with an example has `variations` of it.
+    """
     requests = [request for _, request in variations]
     with RandomDraws() as draws:
         answers = eager_answers(model, subgraph, module, columns, probes, requests)
-    if not has_example:  # torch.fx runs nodes without inputs while it traces, and keeps their numbers as constants
+    if not variations:  # torch.fx runs nodes without inputs while it traces, and keeps their numbers as constants
         draws.expect_none(model)
     for probe, eager in zip(probes, answers, strict=False):
         if eager is not None:
@@ -253,34 +261,34 @@ def _without_writes(module: fx.GraphModule, subgraph: DenseSubgraph, inputs: Den
     return module
 
 
-def _compiled(model: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
-    """A dense part in TorchScript, frozen, with weights of `dtype`."""
-    lines = {node.name: line_of(node) for node in module.graph.nodes}
-
-    def line_of_statement(statement: str) -> str:
-        return lines.get(statement.partition(" = ")[0], "")
-
-    line_of_error = partial(compiler_line, line_of=line_of_statement)
-    with torchscript(), quiet(), model_errors(model, "its forward cannot be compiled", line_of_error):
-        program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
-    return program
-
-
 def _mixed_by(
     module: fx.GraphModule,
     subgraph: DenseSubgraph,
     inputs: DenseInputs,
     dtype: DenseDtype,
-    scripted: torch.jit.ScriptModule | None,
+    scripted: "torch.jit.ScriptModule | None",
+    *,
+    is_own: bool,
 ) -> str | None:
-    """The first operator that may mix samples, or None. `scripted`: a module of the user's own, compiled."""
+    """The first operator that may mix samples, or None.
+
+    Args:
+        module: the dense part in FP32.
+        subgraph: names its outputs.
+        inputs: of the dense part.
+        dtype: of the weights that serve.
+        scripted: what TorchScript compiled. None: the exported program serves.
+        is_own: whether it is a module of the user's own.
+    """
     if dtype is DenseDtype.INT8 and any(isinstance(layer, nn.Linear) for layer in module.modules()):
         return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
     by_id = {
         number: subgraph.by_id[name] for number, name in enumerate(subgraph.output_names) if name in subgraph.by_id
     }
-    step = find_opaque_step(module) if scripted is None else find_branch(scripted)
-    return step or find_mixing(module, inputs, subgraph.jagged, scripted, by_id)
+    if not is_own:
+        return find_opaque_step(module) or find_mixing(module, inputs, subgraph.jagged, None, by_id)
+    branch = None if scripted is None else find_branch(scripted)
+    return branch or find_mixing(module, inputs, subgraph.jagged, scripted, by_id)
 
 
 def _keys_of_equal_lengths(part: DensePart, manifest: Manifest, inputs: DenseInputs) -> tuple[tuple[str, ...], ...]:

@@ -2,24 +2,23 @@
 
 import copy
 import operator
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.ao.quantization import quantize_dynamic
 from torch.fx.node import map_aggregate
 
 from export.errors import CheckpointError, QuantizeError
 from export.scores.dense_subgraph import DenseSubgraph
+from export.scores.int8_linear import PackedInt8Linear, PlainInt8Linear
 from export.scores.written_inputs import cast_of_input
 from export.trained.checkpoint import Checkpoint
 from export.trained.model_copy import copy_model
 from export.trained.model_weights import replace_tensor
 from export.trained.module_paths import dotted
-from serving.bundle.scores import DenseDtype
+from serving.bundle.scores import DenseDtype, DenseFormat
 
 
 def with_weights(
@@ -50,13 +49,14 @@ def with_weights(
     return module.cpu()
 
 
-def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
+def with_dtype(module: fx.GraphModule, dtype: DenseDtype, format_: DenseFormat) -> fx.GraphModule:
     """A dense part with weights of `dtype`. Its inputs and outputs keep their dtypes.
 
     Args:
         module: a dense part whose outputs end in a cast to their own dtypes.
         dtype: BF16 computes everything in bfloat16. INT8 quantizes the weights of nn.Linear, and its inputs by the
             range that they have in a batch.
+        format_: what the result will be written in.
 
     Raises:
         QuantizeError: INT8 cannot hold a weight.
@@ -64,24 +64,30 @@ def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
     if dtype is DenseDtype.FP32:
         return module
     module = copy.deepcopy(module)
-    return _quantized(module) if dtype is DenseDtype.INT8 else _in_bfloat16(module)
+    if dtype is DenseDtype.BF16:
+        return _in_bfloat16(module)
+    _quantize(module, PackedInt8Linear if format_ is DenseFormat.TORCHSCRIPT else PlainInt8Linear)
+    return module
 
 
-def _quantized(module: nn.Module) -> nn.Module:
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and not torch.isfinite(layer.weight).all():
+def _quantize(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace each nn.Linear in a module."""
+    replaced: dict[nn.Module, nn.Module] = {}
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if type(layer) is not nn.Linear:
+            continue
+        if not torch.isfinite(layer.weight).all():
             raise QuantizeError(
-                f"weights '{name}.weight': hold NaN or infinity, which INT8 does not have: find out how the "
+                f"weights '{path}.weight': hold NaN or infinity, which INT8 does not have: find out how the "
                 "training made it, or keep them in FP32: --dense-dtype fp32"
             )
-    with warnings.catch_warnings():
-        # torch 2.13 deprecates it, but models that torchao quantizes cannot be scripted.
-        warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
-        quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
-    return quantized
+        if layer not in replaced:
+            replaced[layer] = kind(layer)
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent), name, replaced[layer])
 
 
-def _in_bfloat16(module: fx.GraphModule) -> nn.Module:
+def _in_bfloat16(module: fx.GraphModule) -> fx.GraphModule:
     nodes = list(module.graph.nodes)
     if any(isinstance(node.target, torch._ops.OpOverloadPacket) for node in nodes):
         for node in nodes:  # a graph of torch.export names the dtype of each node

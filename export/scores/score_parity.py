@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from export.batchability.differences import Numbers, largest_difference, rounding_limit, scale_of
-from export.batchability.probes import Run, split_sizes
+from export.batchability.probes import Run, run_probes, split_sizes
 from export.batchability.rounding import Rounding
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, ParityError
@@ -15,14 +15,15 @@ from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
 from export.scores.eager_model import model_errors
 from export.trained.eval_mode import quiet
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, ScoreOutput, ScoreParity
+from serving.lookup.dense_files import Forward
 
 
-def run_dense_part(model: nn.Module, module: nn.Module, subgraph: DenseSubgraph, inputs: DenseInputs) -> list[Tensor]:
+def run_dense_part(model: nn.Module, module: Forward, subgraph: DenseSubgraph, inputs: DenseInputs) -> list[Tensor]:
     """Run a dense part on copies of its inputs.
 
     Args:
         model: the model, for messages.
-        module: its dense part, compiled or not.
+        module: runs its dense part, compiled or not.
         subgraph: names its outputs.
         inputs: of the dense part.
 
@@ -48,7 +49,7 @@ def run_dense_part(model: nn.Module, module: nn.Module, subgraph: DenseSubgraph,
 
 
 def dense_part_scores(
-    model: nn.Module, module: nn.Module, subgraph: DenseSubgraph, inputs: DenseInputs
+    model: nn.Module, module: Forward, subgraph: DenseSubgraph, inputs: DenseInputs
 ) -> dict[str, Numbers]:
     """The outputs of a dense part by name; arguments and errors as `run_dense_part`."""
     answer = run_dense_part(model, module, subgraph, inputs)
@@ -159,3 +160,24 @@ def measure_outputs(
         )
         outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name), SCORE_DTYPES[numbers.dtype]))
     return tuple(outputs)
+
+
+def expect_same_scores(run: Run, other: Run, requests: Sequence[DenseInputs], dtype: DenseDtype) -> None:
+    """Refuse a format of a dense part that answers differently than the dense part.
+
+    Args:
+        run: runs the dense part.
+        other: runs the format.
+        requests: inputs. Those that the dense part refuses are skipped.
+        dtype: of the weights.
+
+    Raises:
+        ParityError: naming the output.
+    """
+    for request, expected in run_probes(run, requests):
+        scores = other(request)
+        rounding = Rounding(run, request, expected, dtype, is_usual=False)
+        for name, numbers in expected.items():
+            if not rounding.explains(name, scores[name]):
+                difference = largest_difference(scores[name], numbers)
+                raise ParityError(f"output {name!r}: it is off by {difference:.3g} for {request.samples} samples")

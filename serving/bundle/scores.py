@@ -14,6 +14,8 @@ from serving.files import Strict
 
 # The file of a bundle with the dense part as TorchScript, with its weights.
 SCORES = "scores.pt"
+# The same as an exported program.
+EXPORTED_SCORES = "scores.pt2"
 # The names of all files with the dense part match this.
 SCORES_FILES = re.compile(r"scores(\.[A-Za-z0-9_-]+)+")
 # Names of other tensors in requests and answers.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serving.bundle.load import Bundle, read_checked
-from serving.bundle.scores import DenseFile, DenseFormat, DensePart
+from serving.bundle.scores import DenseFile, DenseFormat
 from serving.errors import BundleError
 from serving.lookup.exported_program import load_exported_program
 from serving.lookup.gemm import prefer_onednn
@@ -33,14 +33,14 @@ class LoadedDensePart:
     failures: tuple[str, ...] = ()
 
 
-def load_dense_part(bundle: Bundle, part: DensePart) -> LoadedDensePart:
-    """Load the first file that this process can load.
+def load_dense_part(bundle: Bundle, files: Sequence[DenseFile]) -> LoadedDensePart:
+    """Load the first file of a dense part that this process can load.
 
     Raises:
         BundleError: it can load none of them, or a file changed after the export.
     """
     failures: list[str] = []
-    for file in part.files_by_speed:
+    for file in files:
         content = read_checked(bundle.path / file.name, bundle.manifest.files[file.name])
         try:
             forward = load_dense_file(file.format, content)

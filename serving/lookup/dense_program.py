@@ -10,7 +10,7 @@ import torch
 
 from serving.bundle.load import Bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DensePart, JaggedKind
+from serving.bundle.scores import DenseFile, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.dense_files import load_dense_part
 from serving.requests.batches import Batch, CombinedBatch, PooledBatch, unmerge_rows
@@ -32,6 +32,11 @@ _FAILURES = (RuntimeError, ValueError, MemoryError)
 class DenseProgram:
     """The second program of a bundle.
 
+    Args:
+        bundle: the bundle.
+        schema: of its requests.
+        file: has the dense part. None: the fastest that this process can load.
+
     Attributes:
         part: its description in the manifest.
         loaded: the file that it was loaded from, and those that could not be loaded.
@@ -40,10 +45,10 @@ class DenseProgram:
         BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
     """
 
-    def __init__(self, bundle: Bundle, schema: ScoringSchema) -> None:
+    def __init__(self, bundle: Bundle, schema: ScoringSchema, file: DenseFile | None = None) -> None:
         self.part = part = schema.dense_part
         self._schema = schema
-        self.loaded = load_dense_part(bundle, part)
+        self.loaded = load_dense_part(bundle, part.files_by_speed if file is None else [file])
         path = bundle.path / self.loaded.file.name
         self._forward = self.loaded.forward
         self._dtype = bundle.manifest.output_dtype.numpy

@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, 
 
 from export import WeightDtype, export_model
 from export.errors import ModelError
+from serving.bundle.scores import DenseFormat
 from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
@@ -23,6 +24,7 @@ from tests.models.registry import MODELS, REFUSED, SERVED, call, example_of, mod
 from tests.support.bundle_reader import exported_table
 from tests.support.long_cases import one_in
 from tests.support.module_calls import Numbers, answer_of_call, assert_close, column_of, request_of_call
+from tests.support.no_torchscript import NoTorchScript, remove_torchscript
 from tests.support.on_gpu import GPU, sent, to_gpu
 from tests.support.scored_models import EXACT
 
@@ -68,6 +70,17 @@ def test_model_is_served_as_it_answers(tmp_path: Path, name: str) -> None:
     module = module_of(name)
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
     with Engine.open(bundle) as engine:
+        compare(engine, name, module, (1, 2, 3, 8))
+
+
+@pytest.mark.parametrize("name", one_in(25, SERVED))
+def test_model_is_served_without_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    remove_torchscript(monkeypatch, NoTorchScript.RAISES)
+    module = module_of(name)
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
+    with Engine.open(bundle) as engine:
+        assert engine.dense_part is not None
+        assert engine.dense_part.file.format is DenseFormat.EXPORTED_PROGRAM
         compare(engine, name, module, (1, 2, 3, 8))
 
 

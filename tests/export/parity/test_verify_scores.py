@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,13 @@ def repository(published: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(published, tmp_path / "r"))
 
 
-def agree(bundle: Path) -> None:
-    """Have the manifest agree with another scores.pt, as a publisher could."""
+def replace_scores(bundle: Path, other: Path, names: Sequence[str] = ("scores.pt", "scores.pt2")) -> None:
+    """Give a bundle the dense part of another, and have its manifest agree, as a publisher could."""
     manifest = json.loads((bundle / "manifest.json").read_text())
-    digest = digest_file(bundle / "scores.pt")
-    manifest["files"]["scores.pt"] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
+    for name in names:
+        shutil.copy(other / name, bundle / name)
+        digest = digest_file(bundle / name)
+        manifest["files"][name] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -96,15 +99,19 @@ def test_a_model_with_other_inputs_is_not_what_was_exported(repository: Path) ->
 def test_scores_that_a_merged_request_changes_are_found(repository: Path) -> None:
     """The manifest says that samples are not mixed, and they are."""
     bundle = repository / "of_ids" / "1"
-    shutil.copy(repository / "mixing" / "1" / "scores.pt", bundle / "scores.pt")
-    agree(bundle)
+    replace_scores(bundle, repository / "mixing" / "1")
     assert "output 'scores': requests that are scored together differ from each alone by " in refused(bundle)
+
+
+def test_a_file_that_answers_otherwise_than_the_others_is_found(repository: Path) -> None:
+    bundle = repository / "of_ids" / "1"
+    replace_scores(bundle, repository / "mixing" / "1", ["scores.pt2"])
+    assert "output 'scores': scores.pt2 differs by " in refused(bundle)
 
 
 def test_scores_of_another_bundle_are_found(repository: Path) -> None:
     bundle = repository / "of_ids" / "1"
-    shutil.copy(repository / "ranker" / "1" / "scores.pt", bundle / "scores.pt")
-    agree(bundle)
+    replace_scores(bundle, repository / "ranker" / "1")
     assert "scores.pt: cannot score: " in refused(bundle)
 
 
@@ -118,6 +125,7 @@ def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path)
     assert rows["scores.pt:"].endswith(
         f"{size / 1000:.1f} kB, FP32 weights, takes embeddings, user [B, 3], item [B, 2]"
     )
+    assert rows["scores.pt2:"].endswith(" times its time")
     assert "requests are scored one by one" not in done.stdout
     assert "requests are scored one by one" in tbe_export("inspect", str(repository / "mixing" / "1")).stdout
     assert json.loads(tbe_export("inspect", str(repository / "mixing" / "1"), "--json").stdout)["dense_part"][

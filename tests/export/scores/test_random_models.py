@@ -156,7 +156,7 @@ def test_random_dense_parts_answer_as_the_model_does(seeds: range) -> None:
                 answered = module.get_submodule(path)(ids)
                 rows |= dict(zip(names, answered.values().split(answered.length_per_key(), dim=1), strict=True))
             together = torch.cat([rows[feature.name] for feature in manifest.features], dim=1)
-            answered_scores = scored.program(together, torch.from_numpy(dense["numbers"]))
+            answered_scores = scored.formats.forward(together, torch.from_numpy(dense["numbers"]))
         served = {
             output.name: tensor.numpy() for output, tensor in zip(scored.part.outputs, answered_scores, strict=True)
         }

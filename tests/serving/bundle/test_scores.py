@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from export import export_model
 from serving.bundle.load import open_bundle
-from serving.bundle.scores import SCORES
+from serving.bundle.scores import EXPORTED_SCORES, SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
 from tests.support.history_model import with_histories
@@ -45,14 +46,14 @@ def part(**changes: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: m.update(requires=[]), r"requires: expected \['dense_part'\], which is what the bundle has, got \[\]"),
-        (lambda m: m.pop("dense_part"), "files: expected each file of the bundle .* got another 'scores.pt'"),
+        (lambda m: m.update(requires=[]), r"requires: expected \['dense_files', 'dense_part'\], which is what the bundle has, got \[\]"),
+        (lambda m: m.pop("dense_part"), "files: expected each file of the bundle .* got another 'scores.pt"),
         (lambda m: m["files"].pop(SCORES), "got no 'scores.pt'"),
         (lambda m: m["files"][SCORES].update(sha256="0" * 64), "scores.pt: expected SHA-256 0000"),
         (part(outputs=[]), "dense_part: outputs: expected at least one"),
         (part(dtype="FP8"), "dense_part.dtype"),
         (part(mixed_by="aten.sum.default"), "dense_part: mixed_by: expected it where mixes_samples is true alone"),
-        (part(files=[{"name": SCORES, "format": "TORCHSCRIPT"}]), r"requires: expected \['dense_files', 'dense_part'\]"),
+        (part(files=[{"name": SCORES, "format": "TORCHSCRIPT"}]), "got another 'scores.pt2'"),
         (part(files=[{"name": "a.pt", "format": "TORCHSCRIPT"}]), "files: expected a name that begins with 'scores.', once"),
         (part(files=2 * [{"name": SCORES, "format": "TORCHSCRIPT"}]), "expected a name that begins with 'scores.', once"),
         (part(files=[{"name": "scores.a/b", "format": "TORCHSCRIPT"}]), "expected a name that begins with 'scores.', once"),
@@ -113,22 +114,41 @@ def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_
         assert "\n" not in said
 
 
+@pytest.mark.parametrize("name", [SCORES, EXPORTED_SCORES])
 @pytest.mark.parametrize("at", [0, 5000, -1])
-def test_a_changed_byte_of_scores_is_not_loaded(bundle: Path, at: int) -> None:
+def test_a_changed_byte_of_scores_is_not_loaded(bundle: Path, at: int, name: str) -> None:
+    """Nor is another file loaded in its place, although it would answer alike."""
     opened = open_bundle(bundle)
-    content = bytearray((bundle / SCORES).read_bytes())
+    content = bytearray((bundle / name).read_bytes())
     content[at] ^= 1
-    (bundle / SCORES).write_bytes(content)
-    for load in (lambda: open_bundle(bundle), lambda: Engine(opened)):
+    (bundle / name).write_bytes(content)
+    with pytest.raises(BundleError, match=f"{name}: expected SHA-256"):
+        open_bundle(bundle)
+    if name == SCORES:
         with pytest.raises(BundleError, match=r"scores.pt: expected SHA-256"):
-            load()
+            Engine(opened)
 
 
-def test_a_file_that_is_no_torchscript_is_refused(bundle: Path) -> None:
-    (bundle / SCORES).write_bytes(b"no program")
+def no_program(bundle: Path, name: str) -> None:
+    (bundle / name).write_bytes(b"no program")
     digest = {"size_bytes": 10, "sha256": hashlib.sha256(b"no program").hexdigest()}
-    edit(bundle, lambda manifest: manifest["files"].update({SCORES: digest}))
-    with pytest.raises(BundleError, match=r"scores.pt: torch .* cannot load it"):
+    edit(bundle, lambda manifest: manifest["files"].update({name: digest}))
+
+
+def test_a_file_that_torch_cannot_load_is_named_and_the_next_one_serves(bundle: Path) -> None:
+    no_program(bundle, SCORES)
+    loaded = Engine.open(bundle).dense_part
+    assert loaded is not None
+    assert loaded.file.name == EXPORTED_SCORES
+    assert re.fullmatch(rf"{bundle}/scores.pt: torch [^ ]+ cannot load it: [A-Za-z]+: .*", loaded.failures[0])
+
+
+def test_files_that_torch_cannot_load_are_refused(bundle: Path) -> None:
+    no_program(bundle, SCORES)
+    no_program(bundle, EXPORTED_SCORES)
+    with pytest.raises(
+        BundleError, match=r"scores.pt: torch .* cannot load it: .*; .*scores.pt2: torch .* cannot load"
+    ):
         Engine.open(bundle)
 
 

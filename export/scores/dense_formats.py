@@ -1,0 +1,246 @@
+"""A dense part in each of its formats: compiled, compared, and ready to be written."""
+
+import copy
+import io
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import geometric_mean, median
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx, nn
+
+from export.batchability.branches import find_branch
+from export.batchability.find_mixing import dynamic_dims
+from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
+from export.capture.graph_inputs import DenseInputs
+from export.errors import ModelError, compiler_line, first_line
+from export.scores.dense_subgraph import DenseSubgraph
+from export.scores.dense_weights import with_dtype
+from export.scores.eager_model import model_errors
+from export.scores.score_parity import dense_part_scores, expect_same_scores
+from export.trained.eval_mode import quiet
+from export.trained.source_location import line_of
+from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat, JaggedInput
+from serving.lookup.dense_files import Forward, load_dense_file
+from serving.torchscript import torchscript, torchscript_error
+
+# What torch.export notes of each node and no reader needs: paths and lines of the model's code among it.
+_PRIVATE_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
+# Rounds in which two formats take turns, after calls that compile TorchScript. A format comes before an earlier one
+# only if it takes less than this part of the time.
+_ROUNDS, _FIRST_CALLS, _CLEARLY_FASTER = 15, 4, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFile:
+    """A dense part in one format.
+
+    Attributes:
+        file: for the manifest.
+        content: of the file.
+        forward: what the content runs, loaded as for serving.
+    """
+
+    file: DenseFile
+    content: bytes
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFormats:
+    """The formats of a dense part.
+
+    Attributes:
+        files: at least one, the fastest first.
+        scripted: the dense part in TorchScript. None: this release of torch has no TorchScript.
+        notes: a line if a format is left out.
+    """
+
+    files: tuple[CompiledFile, ...]
+    scripted: "torch.jit.ScriptModule | None"
+    notes: tuple[str, ...]
+
+    @property
+    def described(self) -> tuple[DenseFile, ...]:
+        """The files for the manifest: none if there is TorchScript alone, which every reader knows."""
+        files = tuple(compiled.file for compiled in self.files)
+        return () if [file.format for file in files] == [DenseFormat.TORCHSCRIPT] else files
+
+    @property
+    def forward(self) -> Forward:
+        """Runs the dense part."""
+        return self.files[0].forward if self.scripted is None else self.scripted
+
+
+def compile_formats(
+    model: nn.Module,
+    module: fx.GraphModule,
+    subgraph: DenseSubgraph,
+    dtype: DenseDtype,
+    requests: Sequence[DenseInputs],
+    *,
+    is_own: bool,
+) -> DenseFormats:
+    """Compile a dense part to TorchScript where torch has it, and to an exported program where torch.export can.
+
+    Args:
+        model: the model, for messages.
+        module: the dense part, with FP32 weights.
+        subgraph: names its inputs and outputs.
+        dtype: of the weights that serve.
+        requests: inputs on which the formats must agree. Those that the dense part refuses are skipped.
+        is_own: whether it is a module of the user's own, whose branches torch.export does not see.
+
+    Raises:
+        ModelError: TorchScript cannot compile it; or there is no TorchScript, and torch.export cannot follow it.
+    """
+    files: list[CompiledFile] = []
+    notes: list[str] = []
+    scripted = None
+    reason = torchscript_error()
+    if reason is None:
+        scripted = _compile_torchscript(model, with_dtype(module, dtype, DenseFormat.TORCHSCRIPT))
+        files.append(_file(SCORES, DenseFormat.TORCHSCRIPT, scripted.save_to_buffer()))
+    try:
+        if is_own and scripted is not None and (branch := find_branch(scripted)) is not None:
+            raise ValueError(branch)
+        typed = with_dtype(module, dtype, DenseFormat.EXPORTED_PROGRAM)
+        exported = _export(typed, requests[0], subgraph.jagged)
+        file = _file(EXPORTED_SCORES, DenseFormat.EXPORTED_PROGRAM, exported)
+        expected = partial(dense_part_scores, model, typed if scripted is None else scripted, subgraph)
+        expect_same_scores(expected, partial(dense_part_scores, model, file.forward, subgraph), requests, dtype)
+        files.append(file)
+    except Exception as error:  # the model's code may raise anything, and so may torch
+        if scripted is None:
+            raise ModelError(
+                f"{type(model).__name__}: its forward cannot be compiled: TorchScript: {reason}; torch.export: "
+                f"{first_line(error)}"
+            ) from error
+        notes.append(f"scores need TorchScript, without {EXPORTED_SCORES}: {first_line(error)}")
+    calls = [request.tensors(subgraph.jagged) for request in (requests[0].select(torch.tensor([0])), requests[0])]
+    return DenseFormats(tuple(_fastest_first(files, calls)), scripted, tuple(notes))
+
+
+def _compile_torchscript(model: nn.Module, module: fx.GraphModule) -> "torch.jit.ScriptModule":
+    """A dense part in TorchScript, frozen. `model`: for messages."""
+    lines = {node.name: line_of(node) for node in module.graph.nodes}
+
+    def line_of_statement(statement: str) -> str:
+        return lines.get(statement.partition(" = ")[0], "")
+
+    line_of_error = partial(compiler_line, line_of=line_of_statement)
+    with torchscript(), quiet(), model_errors(model, "its forward cannot be compiled", line_of_error):
+        program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(module).eval())
+    return program
+
+
+def _export(module: fx.GraphModule, inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> bytes:
+    """A dense part as an exported program for any number of samples and ids, in the format of `torch.export.save`.
+
+    Args:
+        module: the dense part.
+        inputs: example inputs of two samples or more.
+        jagged: the ids, lengths, weights and rows that it takes.
+
+    Raises:
+        Exception: torch.export cannot follow it, or for some numbers of samples and ids alone.
+    """
+    content = io.BytesIO()
+    # torch prints graphs that it cannot export.
+    with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        for about in ("were assigned during export", "No complete tensor found in the group"):
+            warnings.filterwarnings("ignore", message=f".*{about}", category=UserWarning)
+        with record_branches(BranchLog()) as branches:
+            program = torch.export.export(
+                _with_symbolic_numbers(module),
+                tuple(inputs.tensors(jagged)),
+                dynamic_shapes=dynamic_dims(inputs, jagged),
+                strict=False,
+            )
+        names = program.graph_signature.user_inputs
+        sizes = [node.meta["val"].shape[0] for node in program.graph.nodes if node.name in names]
+        is_fixed = any(isinstance(size, int) for size in sizes)
+        if is_fixed or guard_on_ids(sizes[0].node, symbols_of(sizes), branches.guards):
+            raise ValueError("a step that hangs on how many ids there are")
+        for node in program.graph.nodes:
+            for name in _PRIVATE_META:
+                node.meta.pop(name, None)
+        torch.export.save(program, content)
+    return content.getvalue()
+
+
+def _with_symbolic_numbers(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph that keeps sizes symbolic where it computes with them. TorchScript needs Python's own functions."""
+    graph = copy.deepcopy(module.graph)
+    for node in graph.nodes:
+        node.target = _SYMBOLIC.get(node.target, node.target)
+    return fx.GraphModule(module, graph, type(module).__name__)
+
+
+def _symbolic(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: function(value.item() if isinstance(value, Tensor) else value)
+
+
+_SYMBOLIC: Mapping[Any, Any] = {
+    max: torch.sym_max,
+    min: torch.sym_min,
+    operator.not_: torch.sym_not,
+    float: _symbolic(torch.sym_float),
+    int: _symbolic(torch.sym_int),
+}
+
+
+def _file(name: str, format_: DenseFormat, content: bytes) -> CompiledFile:
+    return CompiledFile(DenseFile(name, format_), content, load_dense_file(format_, content))
+
+
+def _fastest_first(files: Sequence[CompiledFile], requests: Sequence[Sequence[Tensor]]) -> list[CompiledFile]:
+    """The formats of a dense part, the fastest first, with their relative times.
+
+    A format goes before an earlier one of `files` only if it is clearly faster: a busy machine shall not decide.
+
+    Args:
+        files: at least one.
+        requests: the inputs of some calls.
+    """
+    if len(files) == 1:
+        return [*files]
+    times = {file.file.name: geometric_mean(_relative_times(files[0], file, requests)) for file in files}
+    ordered = sorted(
+        files, key=lambda file: 1.0 if times[file.file.name] > _CLEARLY_FASTER else times[file.file.name]
+    )
+    first = times[ordered[0].file.name]
+    return [
+        replace(file, file=msgspec.structs.replace(file.file, relative_time=times[file.file.name] / first))
+        for file in ordered
+    ]
+
+
+def _relative_times(one: CompiledFile, other: CompiledFile, requests: Sequence[Sequence[Tensor]]) -> list[float]:
+    """The median time of a call of `other` divided by that of `one`, for each request. They take turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a server
+    try:
+        with torch.inference_mode():
+            ratios = []
+            for request in requests:
+                for _ in range(_FIRST_CALLS):
+                    one.forward(*request), other.forward(*request)
+                rounds = [(_seconds(one, request), _seconds(other, request)) for _ in range(_ROUNDS)]
+                ratios.append(median(of_other / of_one for of_one, of_other in rounds))
+            return ratios
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds(file: CompiledFile, request: Sequence[Tensor]) -> float:
+    started = perf_counter()
+    file.forward(*request)
+    return perf_counter() - started

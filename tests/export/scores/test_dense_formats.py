@@ -1,0 +1,206 @@
+"""A dense part is TorchScript and an exported program: both answer alike, and either serves alone."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export import ExportConfig, export_model
+from export.errors import ModelError, ParityError
+from export.parity.fresh_process import FreshProcess
+from export.scores import dense_formats
+from export.scores.dense_formats import CompiledFile, _fastest_first
+from serving.bundle.load import open_bundle
+from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat, DensePart
+from serving.engine import Engine
+from serving.lookup.dense_program import DenseProgram
+from tests.support.long_cases import one_in
+from tests.support.no_torchscript import NoTorchScript, remove_torchscript
+from tests.support.scored_models import EXACT, MODELS, WIDTHS, by_position, dlrm, even, own_scores, random_request
+
+FILES = [SCORES, EXPORTED_SCORES]
+
+
+def part_of(bundle: Path) -> DensePart:
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    return part
+
+
+def config_of(model: Callable[[], nn.Module], dtype: DenseDtype = DenseDtype.FP32) -> ExportConfig:
+    return replace(EXACT, dense_widths=WIDTHS if model is by_position else {}, dense_dtype=dtype)
+
+
+def own_files(bundle: Path) -> list[str]:
+    return sorted(path.name for path in bundle.glob("scores*"))
+
+
+class Own(nn.Module):
+    """In place of a model's layers. With `halved`, TorchScript runs other code than Python."""
+
+    def __init__(self, *, halved: bool = False) -> None:
+        super().__init__()
+        self.top, self.halved = nn.Linear(16, 1), halved
+
+    def forward(self, pooled: dict[str, Tensor]) -> Tensor:
+        scores: Tensor = self.top(pooled["f0"]).squeeze(1)
+        if self.halved and scores.sum() > 0:
+            return scores / 2
+        return scores
+
+
+def test_both_formats_answer_alike(tmp_path: Path) -> None:
+    """The manifest lists both with what the export measured, and no path of the model's code is in the files."""
+    model = dlrm().eval()
+    bundle = export_model(model, tmp_path, "m", EXACT)
+    part = part_of(bundle)
+    assert sorted(file.name for file in part.files) == FILES
+    assert part.files[0].relative_time == 1.0
+    bags, dense = random_request(model, np.random.default_rng(0), 20)
+    expected = own_scores(model, bags, dense)["scores"]
+    for file in part.files:
+        engine = Engine.open(bundle)
+        engine._dense = DenseProgram(engine.bundle, engine.schema, file)  # type: ignore[arg-type]
+        np.testing.assert_allclose(engine.score(bags, dense)["scores"], expected, rtol=0, atol=1e-6)
+    for word in (b"dlrm.py", b"site-packages", str(Path(__file__).parents[3]).encode()):
+        assert word not in (bundle / EXPORTED_SCORES).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    one_in(
+        4,
+        [
+            *((model, DenseDtype.FP32) for model in reversed(MODELS)),
+            *((model, dtype) for model in (dlrm, by_position) for dtype in (DenseDtype.BF16, DenseDtype.INT8)),
+        ],
+    ),
+)
+def test_scores_need_no_torchscript(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module], dtype: DenseDtype
+) -> None:
+    """A bundle that has both formats is served, and an export writes the exported program alone. Both answer alike.
+
+    TorchScript raises. Where it is removed, torch.export of today's torch fails: it names its classes.
+    """
+    module = model().eval()
+    bags, dense = random_request(module, np.random.default_rng(0), 20)
+    both = export_model(module, tmp_path, "both", config_of(model, dtype))
+    expected = Engine.open(both).score(bags, dense)
+    remove_torchscript(monkeypatch, NoTorchScript.RAISES)
+    alone = export_model(module, tmp_path, "alone", config_of(model, dtype))
+    assert own_files(alone) == [EXPORTED_SCORES]
+    assert part_of(alone).mixes_samples is part_of(both).mixes_samples
+    for bundle in (both, alone):
+        engine = Engine.open(bundle)
+        assert engine.dense_part is not None
+        assert engine.dense_part.file.name == EXPORTED_SCORES
+        assert len(engine.dense_part.failures) == (bundle == both)
+        for name, scores in engine.score(bags, dense).items():
+            np.testing.assert_allclose(scores, expected[name], rtol=0, atol=1e-5 * np.abs(expected[name]).max())
+
+
+def test_a_module_of_the_user_s_own_needs_no_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove_torchscript(monkeypatch, NoTorchScript.RAISES)
+    own = Own().eval()
+    bundle = export_model(even(), tmp_path, "m", EXACT, dense=own)
+    assert own_files(bundle) == [EXPORTED_SCORES]
+    assert part_of(bundle).mixes_samples is False
+    engine = Engine.open(bundle)
+    bags, _ = random_request(even(), np.random.default_rng(0), 9)
+    pooled = {name: torch.from_numpy(numbers) for name, numbers in engine.lookup(bags).items()}
+    with torch.no_grad():
+        np.testing.assert_allclose(engine.score(bags)["scores"], own(pooled).numpy(), rtol=0, atol=1e-6)
+
+
+def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle says so, and is read as before there were several files."""
+    own = Own(halved=True)
+    bundle = export_model(even(), tmp_path, "m", EXACT, dense=own)
+    manifest = open_bundle(bundle).manifest
+    assert own_files(bundle) == [SCORES]
+    assert part_of(bundle).files == ()
+    assert "dense_files" not in json.loads((bundle / "manifest.json").read_text())["requires"]
+    (note,) = (note for note in manifest.notes if "scores.pt2" in note)
+    assert note == "scores need TorchScript, without scores.pt2: a branch or loop (prim::If) that its inputs decide"
+    remove_torchscript(monkeypatch, NoTorchScript.RAISES)
+    with pytest.raises(
+        ModelError, match=r"Own: its forward cannot be compiled: TorchScript: RuntimeError: .*; torch.exp"
+    ):
+        export_model(even(), tmp_path, "m", EXACT, dense=own)
+
+
+def test_an_exported_program_that_answers_differently_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = dense_formats._export
+
+    def other(module: Any, *arguments: Any) -> bytes:
+        with torch.no_grad():
+            next(module.parameters()).add_(0.01)
+        try:
+            return export(module, *arguments)
+        finally:
+            with torch.no_grad():
+                next(module.parameters()).sub_(0.01)
+
+    monkeypatch.setattr(dense_formats, "_export", other)
+    bundle = export_model(dlrm(), tmp_path, "m", EXACT)
+    assert own_files(bundle) == [SCORES]
+    assert "without scores.pt2: output 'scores': it is off by " in open_bundle(bundle).manifest.notes[-1]
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_each_file_is_run_by_another_process(tmp_path: Path) -> None:
+    assert own_files(export_model(dlrm(), tmp_path, "m", EXACT)) == FILES
+
+
+@pytest.mark.parametrize("format_", DenseFormat)
+def test_a_file_that_another_process_runs_differently_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: DenseFormat
+) -> None:
+    scores = FreshProcess.scores
+
+    def other(fresh: FreshProcess, file: Path, of: DenseFormat, inputs: Any) -> Any:
+        return [np.add(numbers, of is format_) for numbers in scores(fresh, file, of, inputs)]
+
+    monkeypatch.setattr(FreshProcess, "scores", other)
+    with pytest.raises(ParityError, match=r"scores.pt2?: output 'scores': a fresh process answers differently, by 1"):
+        export_model(dlrm(), tmp_path, "m", EXACT)
+    assert not (tmp_path / "m" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "expected"),
+    [
+        pytest.param({"a": 4, "b": 1}, ["b", "a"], id="clearly faster"),
+        pytest.param({"a": 4, "b": 16}, ["a", "b"], id="slower"),
+        pytest.param({"a": 4}, ["a"], id="alone"),
+    ],
+)
+def test_the_fastest_comes_first(milliseconds: Mapping[str, float], expected: list[str]) -> None:
+    def sleeping(duration: float) -> Callable[..., tuple[Tensor, ...]]:
+        def forward(*_: Tensor) -> tuple[Tensor, ...]:
+            time.sleep(duration / 1000)
+            return ()
+
+        return forward
+
+    files = [
+        CompiledFile(DenseFile(name, DenseFormat.TORCHSCRIPT), b"", sleeping(duration))
+        for name, duration in milliseconds.items()
+    ]
+    ordered = [compiled.file for compiled in _fastest_first(files, [[torch.zeros(1)]])]
+    assert [file.name for file in ordered] == expected
+    if len(ordered) > 1:
+        assert ordered[0].relative_time == 1.0
+        assert (ordered[1].relative_time or 0) > 1.0
