@@ -49,7 +49,7 @@ class LiveLineage(NamedTuple):
     since: int
 
 
-class _Seen(NamedTuple):
+class _FileState(NamedTuple):
     """What tells a file from another under its name.
 
     Attributes:
@@ -83,14 +83,14 @@ class DeltaStore(Store):
                 Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         super().__init__(url)
 
-    def bring(self, model: str, lineage: str, after: int, *, each: bool = False) -> set[str]:
+    def bring(self, model: str, lineage: str, after: int, *, all_files: bool = False) -> set[str]:
         """Make the deltas of a lineage behind the number `after` what they are in the store.
 
         Those that were removed there because they are squashed stay here: a copy of the rows may be at one of them.
 
         Args:
             model, lineage, after: which.
-            each: bring those, too, in whose place squashed ones can be applied.
+            all_files: also fetch the deltas that a squashed delta replaces.
 
         Returns:
             The names of the files that were brought or removed.
@@ -103,21 +103,21 @@ class DeltaStore(Store):
         folder = self.folder / model / lineage
         with _writing(folder):
             # Before the store is asked: another process may publish meanwhile, and have that here at once.
-            here = {name: _seen(folder / name) for name in files_in(folder) if _is_behind(name, after)}
-            there = self._listed(model, lineage, after)
-            needed = {*there} if each else {*needed_files(there, after)}
-            new = sorted(name for name in needed if here.get(name) != there[name])
-            removed = here.keys() - there.keys() - are_squashed(here, there)
-            others = {name for name in here.keys() & there.keys() if here[name] != there[name]}
-            for name in removed | (others - {*new}):
+            local = {name: _state_of(folder / name) for name in files_in(folder) if _is_behind(name, after)}
+            stored = self._listed(model, lineage, after)
+            needed = {*stored} if all_files else {*needed_files(stored, after)}
+            new = sorted(name for name in needed if local.get(name) != stored[name])
+            removed = local.keys() - stored.keys() - are_squashed(local, stored)
+            changed = {name for name in local.keys() & stored.keys() if local[name] != stored[name]}
+            for name in removed | (changed - {*new}):
                 (folder / name).unlink(missing_ok=True)
             folder.mkdir(parents=True, exist_ok=True)
             for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
-                self._fetch(folder, {name: there[name] for name in new if name.endswith(end)})
+                self._fetch(folder, {name: stored[name] for name in new if name.endswith(end)})
             (folder / _READ).touch()
         return {*new} | removed
 
-    def _fetch(self, folder: Path, files: Mapping[str, _Seen]) -> None:
+    def _fetch(self, folder: Path, files: Mapping[str, _FileState]) -> None:
         """Bring some files of a lineage, several at once."""
 
         def fetch(name: str) -> None:
@@ -212,10 +212,10 @@ class DeltaStore(Store):
             with _writing(self.folder):
                 (self.folder / model / lineage / name).unlink(missing_ok=True)
 
-    def _listed(self, model: str, lineage: str, after: int) -> dict[str, _Seen]:
+    def _listed(self, model: str, lineage: str, after: int) -> dict[str, _FileState]:
         """The files of the deltas of a lineage behind a number, by name."""
         prefix = f"{model}/{lineage}"
-        found = {}
+        files = {}
         with self._asking(prefix):
             last = delta_path(Path(prefix), after).as_posix()
             for entry in (entry for part in self._obstore.list(self._small, prefix, offset=last) for entry in part):
@@ -223,8 +223,8 @@ class DeltaStore(Store):
                 if entry["path"] == f"{prefix}/{name}" and _is_behind(name, after):
                     tag = zlib.crc32(str(entry["e_tag"]).encode()) % 1_000_000
                     seconds = int(entry["last_modified"].timestamp())
-                    found[name] = _Seen(entry["size"], seconds * 1_000_000 + tag)
-        return found
+                    files[name] = _FileState(entry["size"], seconds * 1_000_000 + tag)
+        return files
 
     def _blocks(self, path: Path, size: int) -> Iterator[bytes]:
         """The content of a file in the store, by its path here and its bytes."""
@@ -300,17 +300,17 @@ def _is_behind(name: str, after: int) -> bool:
     return step is not None and step.sequence > after
 
 
-def _seen(path: Path) -> _Seen:
-    found = path.stat()
-    return _Seen(found.st_size, found.st_mtime_ns // 1000)
+def _state_of(path: Path) -> _FileState:
+    status = path.stat()
+    return _FileState(status.st_size, status.st_mtime_ns // 1000)
 
 
-def _put(path: Path, blocks: Iterable[bytes], seen: _Seen) -> None:
+def _put(path: Path, blocks: Iterable[bytes], state: _FileState) -> None:
     """Write a file as it is seen in the store, whole or not at all."""
     with replacing(path) as file:
         for block in blocks:
             file.write(block)
-        if file.tell() != seen.size:
-            raise BundleError(f"{path}: expected {seen.size} bytes, got {file.tell()}: it was just replaced")
+        if file.tell() != state.size:
+            raise BundleError(f"{path}: expected {state.size} bytes, got {file.tell()}: it was just replaced")
         file.flush()
-        os.utime(file.fileno(), ns=(seen.time_us * 1000, seen.time_us * 1000))
+        os.utime(file.fileno(), ns=(state.time_us * 1000, state.time_us * 1000))

@@ -205,8 +205,10 @@ _MOST_NAMES = 3
 def shown(text: str, most: int = MOST) -> str:
     """At most so many characters of a text. Control characters, line ends among them, are escaped."""
     # What is cut off need not be escaped: a text may be megabytes.
-    kept = "".join(each if each.isprintable() else _escaped(each) for each in text[: most + 1])
-    return kept if len(kept) <= most else f"{kept[: most - 1]}…"
+    printable = "".join(
+        character if character.isprintable() else _escaped(character) for character in text[: most + 1]
+    )
+    return printable if len(printable) <= most else f"{printable[: most - 1]}…"
 
 
 def listed(names: Iterable[str]) -> str:

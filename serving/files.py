@@ -86,20 +86,20 @@ def json_tree(text: bytes) -> Any:
     """
     # int() would refuse 5,000 digits. The numbers of this tree are not used.
     tree = json.loads(text.decode(), object_pairs_hook=_Object, parse_int=float)
-    for place in _keys_twice(tree, "$"):
-        raise ValueError(f"expected each key once, got `{place}` twice")
+    for path in _keys_twice(tree, "$"):
+        raise ValueError(f"expected each key once, got `{path}` twice")
     return tree
 
 
-def _keys_twice(node: Any, place: str) -> Iterator[str]:
+def _keys_twice(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, _Object):
         if node.twice is not None:
-            yield f"{place}.{node.twice}"
+            yield f"{path}.{node.twice}"
         for key, child in node.items():
-            yield from _keys_twice(child, f"{place}.{key}")
+            yield from _keys_twice(child, f"{path}.{key}")
     elif isinstance(node, list):
         for number, child in enumerate(node):
-            yield from _keys_twice(child, f"{place}[{number}]")
+            yield from _keys_twice(child, f"{path}[{number}]")
 
 
 def is_utf8(text: str) -> bool:
@@ -111,9 +111,9 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def is_url(place: str | Path) -> bool:
+def is_url(path: str | Path) -> bool:
     """Whether a place is a URL, not a folder. A Path of one, which has lost a slash, is one, too."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
 def as_text(path: Path | str) -> str:

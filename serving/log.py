@@ -156,15 +156,15 @@ _SAMPLED_S, _LONGEST = 10.0, 1000
 
 def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
     """A line of tritonserver's log as a record. One that is none of its own form was printed by `source`."""
-    found = _TRITON.fullmatch(line)
-    if found is None:
+    match = _TRITON.fullmatch(line)
+    if match is None:
         return logging.makeLogRecord(_record(source, logging.INFO, _COLOUR.sub("", line), event="printed"))
-    level, at, said = _LEVELS[found[1]], found[2], _unquoted(found[3])
+    level, location, said = _LEVELS[match[1]], match[2], _unquoted(match[3])
     if said.startswith(NO_GPU):
         level = logging.INFO
     of_model = _OF_MODEL.fullmatch(said)
     if of_model is None:
-        return logging.makeLogRecord(_record("triton", level, said, event=at))
+        return logging.makeLogRecord(_record("triton", level, said, event=location))
     event, model, version, message = of_model.groups()
     return logging.makeLogRecord(_record("model", level, message, event=event, model=model, version=int(version)))
 
@@ -231,4 +231,4 @@ class Output:
 
 
 def _matches(pattern: re.Pattern[str], lines: list[str]) -> list[str]:
-    return [found[1] for line in lines if (found := pattern.match(line))]
+    return [match[1] for line in lines if (match := pattern.match(line))]

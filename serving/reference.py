@@ -70,15 +70,15 @@ class Pooled:
 
         They are views, shaped as `answers`. Features of an output that is not there are left out.
         """
-        found: dict[str, npt.NDArray[Any]] = {}
+        by_name: dict[str, npt.NDArray[Any]] = {}
         ends = dict.fromkeys(self.outputs, 0)
         for name, expected, output in zip(self.features, self.answers, self.outputs, strict=True):
             if output not in outputs:
                 continue
             start = ends[output]
             ends[output] = end = start + (expected.size if output == SEQUENCES else expected.shape[1])
-            found[name] = outputs[output][..., start:end].reshape(expected.shape)
-        return found
+            by_name[name] = outputs[output][..., start:end].reshape(expected.shape)
+        return by_name
 
     def misses(self, answers: Mapping[str, npt.NDArray[Any]]) -> Iterator[tuple[str, float]]:
         """The features that are further off than rounding explains.
@@ -121,23 +121,25 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
         request: one that the bundle accepts.
     """
     tables = {table.name: table for table in manifest.tables}
-    keys = _asked(manifest, request)
+    keys = _features_by_key(manifest, request)
     pieces = manifest.plan.pieces_by_table
-    known = {name: rows_of_known(directory, each.id_map, request) for name, each in tables.items() if each.id_map}
+    known_rows = {
+        name: rows_of_known(directory, table.id_map, request) for name, table in tables.items() if table.id_map
+    }
     lengths_by_key = _lengths_by_key(request, list(keys))
     ends = np.cumsum([lengths.sum(dtype=np.int64) for lengths in lengths_by_key])
     names, answers, bounds, outputs = [], [], [], []
     for (key, features), lengths, end in zip(keys.items(), lengths_by_key, ends, strict=True):
-        here = slice(end - int(lengths.sum(dtype=np.int64)), end)
-        ids: Ids = request.values[here].astype(np.int64, copy=False)
+        window = slice(end - int(lengths.sum(dtype=np.int64)), end)
+        ids: Ids = request.values[window].astype(np.int64, copy=False)
         for feature in features:
             table = tables[feature.table]
-            rows = ids if table.id_map is None else remapped(table, table.id_map, known[table.name], ids)
+            rows = ids if table.id_map is None else remapped(table, table.id_map, known_rows[table.name], ids)
             is_sequence = table.is_sequence or request.tables is not None
             if is_sequence:
                 bags = _Bags(rows, None, np.ones(len(rows), np.int64))
             else:
-                bags = _Bags(rows, _weights_of(feature, table, request, here, lengths), lengths)
+                bags = _Bags(rows, _weights_of(feature, table, request, window, lengths), lengths)
             answer, bound = _answer_feature(directory, manifest, pieces[table.name], table, bags)
             names.append(feature.name)
             answers.append(answer)
@@ -154,7 +156,7 @@ def _lengths_by_key(request: Tensors, keys: Sequence[str]) -> list[npt.NDArray[A
     return np.split(request.lengths, ends[:-1])
 
 
-def _asked(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...]]:
+def _features_by_key(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...]]:
     """The features of each key of a request; of a request for rows, each table, as a feature of its name."""
     if request.tables is not None:
         return {name: (Feature(name=name, table=name),) for name in request.tables}
@@ -163,18 +165,18 @@ def _asked(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...
 
 
 def _weights_of(
-    feature: Feature, table: Table, request: Tensors, here: slice, lengths: npt.NDArray[Any]
+    feature: Feature, table: Table, request: Tensors, window: slice, lengths: npt.NDArray[Any]
 ) -> npt.NDArray[Any] | None:
     """The weight of each id of a feature, whose ids are `here` in the request: [n]; None where each counts once."""
     if feature.position_weights:
         by_position = np.array(feature.position_weights, np.float32)
-        taken: npt.NDArray[Any] = np.concatenate(
+        weights: npt.NDArray[Any] = np.concatenate(
             [by_position[:0], *(by_position[:size] for size in lengths.tolist())]
         )
-        return taken
+        return weights
     if feature.position_weights is not None or request.weights is None or not table.weighted:
         return None
-    sent: npt.NDArray[Any] = request.weights[here]
+    sent: npt.NDArray[Any] = request.weights[window]
     return sent
 
 
@@ -197,14 +199,14 @@ def read_rows(
     numbers = np.zeros((len(ids), table.dim))
     sizes = np.zeros_like(numbers)
     for shard in shards:
-        here = np.flatnonzero((ids >= shard.rows[0]) & (ids < shard.rows[1]))
-        stored = _mapped(directory, manifest, shard, table.dtype)[ids[here] - shard.rows[0]]
+        positions = np.flatnonzero((ids >= shard.rows[0]) & (ids < shard.rows[1]))
+        stored = _mapped(directory, manifest, shard, table.dtype)[ids[positions] - shard.rows[0]]
         rows = table.dtype.format.dequantize(stored).astype(np.float64)
         has_bias = isinstance(table.dtype.format, CodeRows)
         bias = scales_and_biases_of(stored)[:, 1:].astype(np.float64) if has_bias else 0.0
         columns = slice(*shard.columns)
-        numbers[here, columns] = rows
-        sizes[here, columns] = np.abs(rows - bias) + np.abs(bias)
+        numbers[positions, columns] = rows
+        sizes[positions, columns] = np.abs(rows - bias) + np.abs(bias)
     return numbers, sizes
 
 
@@ -254,15 +256,15 @@ def _sum_bags(
     size = np.zeros_like(answer)
     step = max(1, _NUMBERS_AT_ONCE // table.dim)
     for start in range(0, bags.ids.size, step):
-        here = slice(start, start + step)
-        rows, sizes = read_rows(directory, manifest, shards, table, bags.ids[here])
+        window = slice(start, start + step)
+        rows, sizes = read_rows(directory, manifest, shards, table, bags.ids[window])
         if bags.weights is not None:
-            rows *= bags.weights[here, np.newaxis]
-            sizes *= np.abs(bags.weights[here, np.newaxis])
+            rows *= bags.weights[window, np.newaxis]
+            sizes *= np.abs(bags.weights[window, np.newaxis])
         # Ids of one bag are side by side. Each bag begins at one of `firsts`.
-        firsts = np.flatnonzero(np.diff(bag_of[here], prepend=-1))
-        answer[bag_of[here][firsts]] += np.add.reduceat(rows, firsts)
-        size[bag_of[here][firsts]] += np.add.reduceat(sizes, firsts)
+        firsts = np.flatnonzero(np.diff(bag_of[window], prepend=-1))
+        answer[bag_of[window][firsts]] += np.add.reduceat(rows, firsts)
+        size[bag_of[window][firsts]] += np.add.reduceat(sizes, firsts)
     return answer, size
 
 

@@ -60,10 +60,12 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        scheme, _, place = self.url.partition("://")
-        if scheme not in _SCHEMES or not place or place.startswith("/") != (scheme == "file"):
-            known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-            raise ConfigurationError(f"{url}: expected a repository in a store, such as s3://bucket/models: {known}")
+        scheme, _, path = self.url.partition("://")
+        if scheme not in _SCHEMES or not path or path.startswith("/") != (scheme == "file"):
+            schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+            raise ConfigurationError(
+                f"{url}: expected a repository in a store, such as s3://bucket/models: {schemes}"
+            )
         try:
             import obstore
             from obstore.store import from_url
@@ -80,8 +82,8 @@ class Store:
     def names(self) -> dict[str, str]:
         """The names of all objects, each with its ETag, which changes when the object does."""
         with self._asking(""):
-            found = itertools.chain.from_iterable(self._obstore.list(self._small))
-            return {entry["path"]: f"{entry['e_tag']} {entry['last_modified']}" for entry in found}
+            entries = itertools.chain.from_iterable(self._obstore.list(self._small))
+            return {entry["path"]: f"{entry['e_tag']} {entry['last_modified']}" for entry in entries}
 
     def release(self, model: str) -> Release | None:
         """The release of a model. None: there is none. No signature is looked at.
@@ -144,8 +146,8 @@ class Store:
 
     def _fill(self, draft: Path, name: str, text: bytes, progress: Progress) -> None:
         path = draft / MANIFEST
-        taken = self.read(f"{name}/{TAKEN}")  # who copied a folder by other means made none
-        if taken is not None and taken.strip() != hashlib.sha256(text).hexdigest().encode():
+        recorded = self.read(f"{name}/{TAKEN}")  # who copied a folder by other means made none
+        if recorded is not None and recorded.strip() != hashlib.sha256(text).hexdigest().encode():
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
         for file, digest in parse_manifest(path, text).files.items():
             self._bring(f"{name}/{file}", draft / file, digest, progress)
@@ -203,12 +205,12 @@ class Store:
         Raises:
             ConfigurationError: the store has no settings that can be read. Those of the folder stay.
         """
-        found = {name: self.read(f"{model}/{name}") for name in SETTINGS}
-        if (config := found[CONFIG]) is None:
+        contents = {name: self.read(f"{model}/{name}") for name in SETTINGS}
+        if (config := contents[CONFIG]) is None:
             raise ConfigurationError(f"{self.url}/{model}/{CONFIG}: is missing: `tbe-export push` it again")
         parse_config(config, f"{self.url}/{model}/{CONFIG}")
         (repository / model).mkdir(parents=True, exist_ok=True)
-        for name, content in found.items():
+        for name, content in contents.items():
             make_content(repository / model / name, content)
 
     def pull_release(self, model: str, repository: Path) -> None:
@@ -220,10 +222,12 @@ class Store:
         """A small object. None: there is none."""
         with self._asking(name):
             try:
-                found = self._obstore.get(self._small, name)
-                if found.meta["size"] > SMALL:
-                    raise BundleError(f"{self.url}/{name}: expected at most {SMALL} bytes, got {found.meta['size']}")
-                return bytes(found.bytes())
+                response = self._obstore.get(self._small, name)
+                if response.meta["size"] > SMALL:
+                    raise BundleError(
+                        f"{self.url}/{name}: expected at most {SMALL} bytes, got {response.meta['size']}"
+                    )
+                return bytes(response.bytes())
             except FileNotFoundError:
                 return None
 
@@ -288,7 +292,9 @@ def _for_small(prefix: str) -> dict[str, Any]:
     """
     plain = ("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "timeout")
     names = (*plain, "proxy_ca_certificate", "proxy_excludes", "proxy_url", "user_agent")
-    of_environment = {name: os.environ[each] for name in names if (each := f"{prefix}{name.upper()}") in os.environ}
+    of_environment = {
+        name: os.environ[variable] for name in names if (variable := f"{prefix}{name.upper()}") in os.environ
+    }
     client = {"connect_timeout": "3s", "timeout": "3s"} | of_environment
     return {"client_options": client, "retry_config": {"max_retries": 3}}
 
@@ -309,12 +315,12 @@ def versions_in(names: Iterable[str], mark: str = MANIFEST) -> dict[str, tuple[i
         names: of a store's objects.
         mark: what a version has: MANIFEST if it is published, TAKEN if its number is taken.
     """
-    found: dict[str, list[int]] = {}
+    numbers_by_model: dict[str, list[int]] = {}
     for name in names:
         version = _OF_A_VERSION.fullmatch(name)
         if version is not None and version[3] == mark and is_model_name(version[1]):
-            found.setdefault(version[1], []).append(int(version[2]))
-    return {model: tuple(sorted(numbers)) for model, numbers in sorted(found.items())}
+            numbers_by_model.setdefault(version[1], []).append(int(version[2]))
+    return {model: tuple(sorted(numbers)) for model, numbers in sorted(numbers_by_model.items())}
 
 
 def release_names(model: str) -> tuple[str, str]:

@@ -108,7 +108,7 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
     folder = lineage.folder
     last = folder.newest if until is None else until
     if (store := folder.store) is not None:  # it may have more deltas than servers of this machine needed
-        store.bring(folder.model, folder.lineage, folder.since, each=True)
+        store.bring(folder.model, folder.lineage, folder.since, all_files=True)
     steps = steps_in(folder.path) if store is None else store.steps(folder.model, folder.lineage)
     applied = folder.since
     if (complete := reached([step for step in steps if step.sequence <= last], applied)) < last:

@@ -250,7 +250,7 @@ class _Deltas:
         """The folder with the deltas after the number `after`, which are fetched if they are in a store."""
         if self._store is None:
             return self._folder / self._model / lineage
-        self._store.bring(self._model, lineage, after, each=True)
+        self._store.bring(self._model, lineage, after, all_files=True)
         return self._store.folder / self._model / lineage
 
     def remove(self, lineage: str, steps: Sequence[Step]) -> None:

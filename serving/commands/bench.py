@@ -71,8 +71,8 @@ class Source:
             raise ConfigurationError("expected --bundle or --replay, got neither: requests need ids")
         manifest = self.bundle.manifest
         maps = IdMaps.of(self.bundle.path, manifest)
-        known = known_of_keys({} if maps is None else maps.known, manifest)
-        draw = partial(random_requests, ids=self.ids, pooling_factors=factors, known=known, scores=self.scores)
+        known_ids = known_of_keys({} if maps is None else maps.known, manifest)
+        draw = partial(random_requests, ids=self.ids, pooling_factors=factors, known=known_ids, scores=self.scores)
         return [(size, prepare(model, draw(manifest, size), info)) for size in self.samples]
 
     def _factors(self, info: ModelInfo) -> dict[str, float]:

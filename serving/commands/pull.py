@@ -35,7 +35,7 @@ class Mirror:
         models: its models. None: all that the store has, at each pull.
         pins: versions to serve, by model.
         follow: whether releases say what is to be served. Otherwise config.pbtxt says it.
-        own: whether the folder has nothing but what is brought: what the store has no longer is removed then.
+        is_exact: whether to remove versions from the folder that the store no longer has.
         deltas: has the deltas of live models, which are brought before a release that names their version. None: they
             are brought by others.
 
@@ -52,14 +52,14 @@ class Mirror:
         models: Sequence[str] | None = None,
         pins: Pins,
         follow: bool,
-        own: bool = False,
+        is_exact: bool = False,
         deltas: DeltaStore | None = None,
     ) -> None:
         self.repository = repository
         self.problem: ServingError | None = None
-        self._store, self._own, self._deltas = store, own, deltas
+        self._store, self._is_exact, self._deltas = store, is_exact, deltas
         self._models, self._pins, self._follow = models, pins, follow
-        self._seen: dict[str, str] | None = None
+        self._last_names: dict[str, str] | None = None
 
     def pull(self, progress: Progress = lambda *_: None) -> Iterator[tuple[str, int]]:
         """Bring what is missing: versions, and then the releases that name them. Nothing, if the store is as it was.
@@ -73,22 +73,24 @@ class Mirror:
             ServerUnavailable: the store cannot be reached, or lets nobody read.
         """
         names = self._store.names()
-        if names == self._seen:
+        if names == self._last_names:
             return
         stored = versions_in(names)
-        wanted = stored if self._models is None else self._models
-        if missing := sorted({*wanted, *self._pins} - {*stored}):
-            known = ", ".join(stored) or "none"
-            raise ConfigurationError(f"{self._store.url}: expected one of the models {known}, got {missing[0]!r}")
-        if not wanted:
+        models = stored if self._models is None else self._models
+        if missing := sorted({*models, *self._pins} - {*stored}):
+            stored_names = ", ".join(stored) or "none"
+            raise ConfigurationError(
+                f"{self._store.url}: expected one of the models {stored_names}, got {missing[0]!r}"
+            )
+        if not models:
             hint = ": is it a model's? Name the repository that the model is in" if CONFIG in names else ""
             raise ConfigurationError(f"{self._store.url}: expected models made by tbe-export, found none{hint}")
         problems: list[ServingError] = []
         try:
-            for model in wanted:
+            for model in models:
                 try:
                     self._store.pull_settings(model, self.repository)
-                    for version in self._wanted(model, stored[model]):
+                    for version in self._versions_to_pull(model, stored[model]):
                         if self._store.pull(model, version, self.repository, progress):
                             yield model, version
                     if self._deltas is not None:
@@ -98,12 +100,12 @@ class Mirror:
                     problems.append(problem)
             if problems:
                 raise problems[0]
-            if not self._own or self._remove_others(stored):
-                self._seen = names
+            if not self._is_exact or self._remove_others(stored):
+                self._last_names = names
         except OSError as error:
             raise ConfigurationError(f"{error.filename or self.repository}: cannot be written: {error}") from error
 
-    def _wanted(self, model: str, stored: Sequence[int]) -> Sequence[int]:
+    def _versions_to_pull(self, model: str, stored: Sequence[int]) -> Sequence[int]:
         """The versions of a model that are to be served."""
         if model in self._pins:
             return self._pins[model]
@@ -119,13 +121,13 @@ class Mirror:
         all_gone = True
         for model in [path for path in self.repository.iterdir() if path.is_dir()]:
             there = stored.get(model.name, ())
-            left = [number for number in versions(model) if number not in there]
-            kept = [number for number in left if not remove_version(model / str(number))]
-            all_gone = all_gone and not kept
-            if kept and (not there or max(kept) > max(there)):
+            absent = [number for number in versions(model) if number not in there]
+            open_versions = [number for number in absent if not remove_version(model / str(number))]
+            all_gone = all_gone and not open_versions
+            if open_versions and (not there or max(open_versions) > max(there)):
                 raise ConfigurationError(
-                    f"{model}: {self._store.url} has version {max(kept)} no longer, and a server has it open: "
-                    "name another folder, --cache"
+                    f"{model}: {self._store.url} no longer has version {max(open_versions)}, which a server has "
+                    "open: name another folder, --cache"
                 )
             if not there:
                 shutil.rmtree(model)
@@ -161,7 +163,7 @@ class Mirror:
 
 
 def mirror_of(
-    place: str, cache: Path | None, pins: Pins, *, every_s: float | None, follow: bool, deltas: str | None
+    source: str, cache: Path | None, pins: Pins, *, every_s: float | None, follow: bool, deltas: str | None
 ) -> Mirror | None:
     """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
 
@@ -169,7 +171,7 @@ def mirror_of(
     has the `problem`; unless there is nothing of a model that was begun, or a version of `pins` is missing.
 
     Args:
-        place: a folder or a URL.
+        source: a folder or a URL.
         cache: the folder that versions are brought into. None: one for the URL in ~/.cache/tbe-serving.
         pins, follow: as `Mirror`.
         every_s: seconds between two looks at the store, if they were said.
@@ -179,13 +181,13 @@ def mirror_of(
         ConfigurationError: the place is a folder, and what is for URLs was given; or the cache is not the URL's.
         ServingError: as `Mirror.pull`.
     """
-    if not is_url(place):
+    if not is_url(source):
         if cache is not None or every_s is not None:
-            raise ConfigurationError(f"--cache, --every-s: require the URL of a repository, got {place!r}")
+            raise ConfigurationError(f"--cache, --every-s: require the URL of a repository, got {source!r}")
         return None
-    repository = cache or cache_of(place) / "repository"
-    mirror = Mirror(Store(place), repository, pins=pins, follow=follow, own=True, deltas=store_of(deltas))
-    _expect_cache_of(place.rstrip("/"), mirror.repository)
+    repository = cache or cache_of(source) / "repository"
+    mirror = Mirror(Store(source), repository, pins=pins, follow=follow, is_exact=True, deltas=store_of(deltas))
+    _expect_cache_of(source.rstrip("/"), mirror.repository)
     try:
         with bytes_bar("bringing") as progress:
             for _ in mirror.pull(progress):
@@ -193,8 +195,8 @@ def mirror_of(
     except (ServerUnavailable, BundleError) as problem:
         begun = {path.parent.name for path in repository.glob(f"*/{CONFIG}")}
         there = {(path.parent.parent.name, path.parent.name) for path in repository.glob(f"*/*/{MANIFEST}")}
-        wanted = {(model, str(version)) for model, numbers in pins.items() for version in numbers}
-        if not begun or begun != {model for model, _ in there} or not wanted <= there:
+        pinned = {(model, str(version)) for model, numbers in pins.items() for version in numbers}
+        if not begun or begun != {model for model, _ in there} or not pinned <= there:
             raise
         mirror.problem = problem
     return mirror

@@ -99,8 +99,8 @@ class Setting:
     is_parameter: bool = True
 
 
-def _setting(default: Any, allowed: Allowed | None, help: str, **others: Any) -> Any:  # noqa: A002 - as typer calls it
-    return field(default=default, metadata={"setting": Setting(allowed=allowed, help=help, **others)})
+def _setting(default: Any, allowed: Allowed | None, help: str, **metadata_fields: Any) -> Any:  # noqa: A002 - as typer calls it
+    return field(default=default, metadata={"setting": Setting(allowed=allowed, help=help, **metadata_fields)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,8 +302,8 @@ def kind_of(entry: Field[Any]) -> type:
     kind: Any = entry.type
     if type(None) in get_args(kind):
         kind = get_args(kind)[0]
-    found: type = get_origin(kind) or kind
-    return found
+    origin: type = get_origin(kind) or kind
+    return origin
 
 
 def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:

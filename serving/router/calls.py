@@ -97,7 +97,7 @@ class HostCaller:
         host: makes the attempts after the first.
         timeout_s: for a call with all its attempts, in seconds.
         expected_s: how long the next call is expected to take, in seconds.
-        asked: the calls whose answers have not come.
+        pending: the calls without an answer.
     """
 
     def __init__(self, host: Host, loop: LoopThread) -> None:
@@ -107,7 +107,7 @@ class HostCaller:
         self._loop = loop
         self._known_s = float("inf")
         self._channels = Channels(host.connection, grpc, _ON_ONE_THREAD)
-        self.asked: set[HostCall] = set()
+        self.pending: set[HostCall] = set()
 
     def close(self) -> None:
         """Close the channels."""
@@ -115,9 +115,9 @@ class HostCaller:
 
     def ask(self, request: PartialRequest) -> "HostCall":
         """Send a request. It returns before it is answered."""
-        asked = HostCall(self, request)
-        self.asked.add(asked)
-        return asked
+        call = HostCall(self, request)
+        self.pending.add(call)
+        return call
 
     def attempt(self, message: bytes, largest: int) -> Any:
         """Make the first attempt of a call. It returns before it is answered. Arguments as `Host.attempts`."""
@@ -155,14 +155,14 @@ class HostCaller:
 
     def look(self, readers: ThreadPoolExecutor) -> None:
         """For each late answer: have another thread read it. At the next check, ask another replica for it."""
-        for asked in tuple(self.asked):
-            if time.monotonic() - asked.started < _LATE * self.timeout_s:
+        for call in tuple(self.pending):
+            if time.monotonic() - call.started < _LATE * self.timeout_s:
                 continue
-            if not asked.is_read:
-                asked.read_by(readers)
+            if not call.is_read:
+                call.read_by(readers)
             elif self.host.connection.has_other_servers:
-                self.asked.discard(asked)
-                asked.hurry()
+                self.pending.discard(call)
+                call.hurry()
 
 
 class HostCall:
@@ -247,7 +247,7 @@ class HostCall:
         try:
             return self._answer()
         finally:
-            self.caller.asked.discard(self)
+            self.caller.pending.discard(self)
             self.ended = time.monotonic()
             waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
             self.caller.took(self.ended - self.started, waited_s > _WAITED_S)
@@ -268,10 +268,10 @@ class HostCall:
             return message
         if self._elsewhere is not None:
             try:
-                found: bytes | None = self._elsewhere.result()
+                response: bytes | None = self._elsewhere.result()
             except ServingError as error:
                 raise host.failed([failed, error]) from None
-            return found
+            return response
         if most_attempts(failed) == 1:
             host.counts.add(timeouts=isinstance(failed, DeadlineExceeded))
             raise host.failed([failed])
@@ -287,10 +287,10 @@ def wait_all(calls: Mapping[int, HostCall]) -> dict[int, PartialSums | ServingEr
     Returns:
         By rank: the partial sums, float32 or float16 [B, columns], or the error of the call.
     """
-    found: dict[int, PartialSums | ServingError] = {}
-    for rank, call in sorted(calls.items(), key=lambda each: each[1].caller.expected_s):
+    sums_by_rank: dict[int, PartialSums | ServingError] = {}
+    for rank, call in sorted(calls.items(), key=lambda entry: entry[1].caller.expected_s):
         try:
-            found[rank] = call.sums()
+            sums_by_rank[rank] = call.sums()
         except ServingError as error:
-            found[rank] = error
-    return found
+            sums_by_rank[rank] = error
+    return sums_by_rank

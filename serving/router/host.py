@@ -263,29 +263,31 @@ class Host:
         """
         loop = asyncio.get_running_loop()
         left_s = deadline - loop.time()
-        others = [loop.time() + share * left_s for share in _OTHERS_AT] if self.connection.has_other_servers else []
+        hedge_times = (
+            [loop.time() + share * left_s for share in _OTHERS_AT] if self.connection.has_other_servers else []
+        )
         running = {self._begin(message, largest, deadline)}
         errors = [*before]
         attempts, pause_s = 1, _PAUSE_S
         while True:
-            wait_s = max(0.0, others[0] - loop.time()) if others else None
+            wait_s = max(0.0, hedge_times[0] - loop.time()) if hedge_times else None
             done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 first = done.pop()
                 running |= done
-                found: bytes | ServingError | None = first.result()
-                if not isinstance(found, ServingError):
-                    return found
-                errors.append(found)
-                if attempts >= most_attempts(found) or loop.time() + pause_s >= deadline:
+                outcome: bytes | ServingError | None = first.result()
+                if not isinstance(outcome, ServingError):
+                    return outcome
+                errors.append(outcome)
+                if attempts >= most_attempts(outcome) or loop.time() + pause_s >= deadline:
                     if running:
                         continue
-                    self.counts.add(timeouts=isinstance(found, DeadlineExceeded))
+                    self.counts.add(timeouts=isinstance(outcome, DeadlineExceeded))
                     raise self.failed(errors)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_SHARE * self.connection.timeout_s)
             else:
-                others.pop(0)
+                hedge_times.pop(0)
                 self.counts.add(timeouts=1)
             attempts += 1
             self.counts.add(retries=1)
@@ -307,15 +309,15 @@ class Host:
             method = self._channels.call(largest, left_s)
             with calling():
                 call = method(message, timeout=left_s, metadata=metadata)
-                found = await call.read()
-                if found is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:
+                response = await call.read()
+                if response is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:
                     call.cancel()
                     return InternalError(MORE_THAN_ONE)
         except ServingError as error:
             return error
         except grpc.aio.AioRpcError as error:
             return self.connection.error_of(error)
-        return None if found is grpc.aio.EOF else found
+        return None if response is grpc.aio.EOF else response
 
 
 def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Host:

@@ -55,9 +55,9 @@ class HostsConfig:
 
     def connection(self, host: int) -> Connection:
         """How a host is reached. gRPC's own retries are off: `Host` makes the attempts."""
-        given = self.addresses[host]
+        address = self.addresses[host]
         return Connection(
-            addresses=[given] if isinstance(given, str) else list(given),
+            addresses=[address] if isinstance(address, str) else list(address),
             timeout_s=self.timeout_s,
             retries=Retries(attempts=1),
             tls=self.tls,
@@ -66,8 +66,8 @@ class HostsConfig:
 
     def on_shard_failure_of(self, table: str) -> OnShardFailure:
         """What a request gets that needs rows of `table` from a lost host."""
-        found = [choice for pattern, choice in self.on_shard_failure.items() if fnmatchcase(table, pattern)]
-        return found[-1] if found else OnShardFailure.ERROR
+        choices = [choice for pattern, choice in self.on_shard_failure.items() if fnmatchcase(table, pattern)]
+        return choices[-1] if choices else OnShardFailure.ERROR
 
     def check(self, manifest: Manifest) -> None:
         """Refuse addresses and tables that do not fit a bundle.
@@ -92,9 +92,9 @@ def hosts_of(settings: ServingSettings) -> HostsConfig:
     Raises:
         ConfigurationError: as `HostsConfig`.
     """
-    given = settings.hosts or {}
+    hosts = settings.hosts or {}
     return HostsConfig(
-        addresses={int(number): addresses.split(",") for number, addresses in given.items()},
+        addresses={int(number): addresses.split(",") for number, addresses in hosts.items()},
         timeout_s=DEFAULT_TIMEOUT_S if settings.shard_timeout_ms is None else settings.shard_timeout_ms / 1000,
         tls=_tls_of(settings),
         metadata={} if settings.hosts_metadata is None else MetadataFile(Path(settings.hosts_metadata)),

@@ -111,9 +111,9 @@ class Messages:
         datatypes = (*_DTYPES,) if self._datatype is None else (self._datatype,)
         shape = [1, request.samples, request.columns]
         if output.name != EMBEDDINGS or output.datatype not in datatypes or list(output.shape) != shape:
-            found = f"{output.name!r} of {output.datatype!r} {list(output.shape[: len(shape) + 1])}"
+            got = f"{output.name!r} of {output.datatype!r} {list(output.shape[: len(shape) + 1])}"
             raise InternalError(
-                f"expected {EMBEDDINGS!r} of {' or '.join(datatypes)} {shape}, got {shown(found, _MOST_SHOWN)}"
+                f"expected {EMBEDDINGS!r} of {' or '.join(datatypes)} {shape}, got {shown(got, _MOST_SHOWN)}"
             )
         dtype = np.dtype(_DTYPES[output.datatype])
         if len(content) != request.samples * request.columns * dtype.itemsize:

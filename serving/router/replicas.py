@@ -34,8 +34,8 @@ async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:
         HostUnavailable: naming each host that lacks its bundle, or does not answer.
     """
     deadline = time.monotonic() + patience_s
-    found = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
-    if wrong := [problem for problem in found if problem is not None]:
+    problems = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
+    if wrong := [problem for problem in problems if problem is not None]:
         raise HostUnavailable("; ".join(wrong))
 
 
@@ -92,10 +92,10 @@ class LoopThread:
 
 async def _cancel_others() -> None:
     """Cancel all other tasks of this loop, and wait until they have ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Replica(Strict, frozen=True):
@@ -138,10 +138,12 @@ async def replicas_of(manifest: Manifest, hosts: HostsConfig) -> tuple[HostRepli
         manifest: a router's.
         hosts: where the hosts are. Each check takes at most `HostsConfig.timeout_s`.
     """
-    found = await asyncio.gather(*(_ask_each(manifest, host, hosts.connection(host.host)) for host in manifest.hosts))
+    replicas_by_host = await asyncio.gather(
+        *(_ask_each(manifest, host, hosts.connection(host.host)) for host in manifest.hosts)
+    )
     return tuple(
         HostReplicas(host=host.host, model=host.model, version=host.version, replicas=replicas)
-        for host, replicas in zip(manifest.hosts, found, strict=True)
+        for host, replicas in zip(manifest.hosts, replicas_by_host, strict=True)
     )
 
 
@@ -170,10 +172,10 @@ async def _resolved(connection: Connection, address: str) -> list[Connection]:
     name, _, port = address.rpartition(":")
     name = re.sub(r"^(dns|ipv4|ipv6):(///)?", "", name).strip("[]")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return [replace(connection, addresses=[address])]  # gRPC's error says why it cannot be resolved
-    ips = dict.fromkeys(str(info[4][0]) for info in found)
+    ips = dict.fromkeys(str(info[4][0]) for info in infos)
     return [
         replace(
             connection,

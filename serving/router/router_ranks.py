@@ -29,13 +29,13 @@ from serving.tables.table_files import TableFiles
 _OWN = 0
 _KEPT_SELECTIONS = 1024
 
-Found = Mapping[int, PartialSums | ServingError]
+Results = Mapping[int, PartialSums | ServingError]
 # What a rank looks up: rows int64 [n], bag sizes int64 [segments, B], and per-id weights float32 [n] or None.
 RankRequest = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Selection:
     """The segments of a rank that a selection of features needs.
 
     Attributes:
@@ -58,14 +58,14 @@ class Split:
     Attributes:
         offsets, features: of the batch, as `serving.lookup.ranks.arguments` gives them.
         by_rank: what each rank looks up.
-        asked: the segments that are needed of each rank.
+        selections: the segments that each rank looks up.
         to_send: the requests to other hosts, by rank. A host of which no row is needed gets none.
     """
 
     offsets: Tensor
     features: Tensor | None
     by_rank: Sequence[RankRequest]
-    asked: Sequence[_Asked]
+    selections: Sequence[_Selection]
     to_send: Mapping[int, PartialRequest]
 
 
@@ -104,7 +104,7 @@ class RouterRanks:
         self._config = hosts
         self.replicas: tuple[HostReplicas, ...] = ()
         self.host_times: list[HostTime] = []
-        self._kept: dict[bytes, list[_Asked]] = {}
+        self._selections: dict[bytes, list[_Selection]] = {}
         self._hosts: dict[int, Host] = {}
         self._loop = LoopThread()
         try:
@@ -168,9 +168,9 @@ class RouterRanks:
         if (ahead := self._weights.ahead) is not None:
             for batch in batches:
                 ahead.ask(batch)
-        own = [self._own_sums(split) for split in splits]
-        found = map(wait_all, calls)
-        answers = [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
+        local_sums = [self._own_sums(split) for split in splits]
+        results = map(wait_all, calls)
+        answers = [self._merge(*parts) for parts in zip(batches, splits, local_sums, results, strict=True)]
         if TRACE.get() is not None:  # somebody wants to know
             self.host_times = [
                 HostTime(self._ranks[rank].host, call.started, call.ended)
@@ -183,49 +183,49 @@ class RouterRanks:
         """Split a batch by rank."""
         values, offsets, weights, features = arguments(batch)
         by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
-        asked = self._asked(None if batch.feature_set.default else batch.feature_set.positions)
+        selections = self._selections_of(None if batch.feature_set.default else batch.feature_set.positions)
         to_send = {
             rank: PartialRequest(
                 rows=rows.numpy(),
                 lengths=lengths.int().numpy().ravel(),
                 weights=rank_weights.numpy() if rank_weights is not None and self._is_weighted[rank] else None,
-                segments=asked[rank].names,
+                segments=selections[rank].names,
                 samples=lengths.size(1),
-                columns=asked[rank].columns,
+                columns=selections[rank].columns,
             )
             for rank, (rows, lengths, rank_weights) in enumerate(by_rank)
             if rank != _OWN and rows.size(0)
         }
-        return Split(offsets, features, by_rank, asked, to_send)
+        return Split(offsets, features, by_rank, selections, to_send)
 
-    def _asked(self, positions: npt.NDArray[np.int64] | None) -> list[_Asked]:
+    def _selections_of(self, positions: npt.NDArray[np.int64] | None) -> list[_Selection]:
         """The segments that are needed of each rank. `positions` are the features' in the manifest; None: all."""
         key = b"" if positions is None else positions.tobytes()
-        found = self._kept.get(key)
-        if found is None:
-            if len(self._kept) >= _KEPT_SELECTIONS:
-                self._kept.clear()
+        selections = self._selections.get(key)
+        if selections is None:
+            if len(self._selections) >= _KEPT_SELECTIONS:
+                self._selections.clear()
             features = None if positions is None else set(positions.tolist())
-            found = [_asked_of(segments, features) for segments in self._segments]
-            self._kept[key] = found
-        return found
+            selections = [_selection_of(segments, features) for segments in self._segments]
+            self._selections[key] = selections
+        return selections
 
     def _own_sums(self, split: Split) -> Tensor:
         look_up: Callable[[], Tensor] = partial(self._program.lookup, _OWN, *split.by_rank[_OWN], split.features)
         return look_up() if self._weights.live is None else self._weights.live.state.read(look_up)
 
-    def _merge(self, batch: Batch, split: Split, own: Tensor, found: Found) -> BatchAnswer:
+    def _merge(self, batch: Batch, split: Split, local_sums: Tensor, results: Results) -> BatchAnswer:
         """The answer to a batch, from the partial sums of all ranks. Those of a lost host are zeros."""
-        samples = own.size(0)
-        pooled = [own]
+        samples = local_sums.size(0)
+        pooled = [local_sums]
         for rank in range(1, len(split.by_rank)):
-            sums = found.get(rank)
+            sums = results.get(rank)
             if isinstance(sums, np.ndarray):
                 pooled.append(_read_only(sums))
             else:
-                pooled.append(torch.zeros([samples, split.asked[rank].columns]))
+                pooled.append(torch.zeros([samples, split.selections[rank].columns]))
         embeddings = self._program.merge(pooled, split.offsets, split.features).numpy()
-        lost = {rank: error for rank, error in found.items() if isinstance(error, ServingError)}
+        lost = {rank: error for rank, error in results.items() if isinstance(error, ServingError)}
         if not lost:
             return BatchAnswer(embeddings)
         return self._without(batch, split, embeddings, lost)
@@ -238,13 +238,13 @@ class RouterRanks:
         losses: dict[int, list[LostHost]] = {}
         zeroed: dict[int, frozenset[str]] = {}
         for rank, error in lost.items():
-            features = split.asked[rank].features
+            features = split.selections[rank].features
             ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))
             ends = np.take_along_axis(ends, np.array([bounds[feature] for feature in features]), axis=1)
             needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
-                here = np.flatnonzero(needed[:, request]).tolist()
-                tables = frozenset(split.asked[rank].tables[segment] for segment in here)
+                segments = np.flatnonzero(needed[:, request]).tolist()
+                tables = frozenset(split.selections[rank].tables[segment] for segment in segments)
                 if refused := frozenset(
                     table for table in tables if self._on_shard_failure[table] is OnShardFailure.ERROR
                 ):
@@ -253,14 +253,14 @@ class RouterRanks:
         return BatchAnswer(embeddings, losses, zeroed)
 
 
-def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:
-    here = [segment for segment in segments if features is None or segment.feature in features]
-    names = None if len(here) == len(segments) else ",".join(segment.name for segment in here)
-    return _Asked(
+def _selection_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Selection:
+    selected = [segment for segment in segments if features is None or segment.feature in features]
+    names = None if len(selected) == len(segments) else ",".join(segment.name for segment in selected)
+    return _Selection(
         names,
-        [segment.feature for segment in here],
-        [segment.shard.table for segment in here],
-        sum(segment.shard.width for segment in here),
+        [segment.feature for segment in selected],
+        [segment.shard.table for segment in selected],
+        sum(segment.shard.width for segment in selected),
     )
 
 

@@ -30,7 +30,7 @@ class CertificateRenewal:
         self._server, self._served, self._recover = server, served, recover
         self._next_look = 0.0
         # The digest of the files when they were last looked at, and of those that the log says do not fit.
-        self._seen, self._refused = server.read, b"-"
+        self._last_digest, self._refused = server.loaded_digest, b"-"
         self._misfits = 0
         self._second: tuple[Server, ModelWatcher, Served] | None = None
         self._before: Server | None = None
@@ -90,11 +90,11 @@ class CertificateRenewal:
 
     def _is_due(self) -> bool:
         """Whether files are there that were not read, that fit, and that have not changed since the last look."""
-        before, self._seen = self._seen, self._server.digest()
-        if self._seen != before:
+        before, self._last_digest = self._last_digest, self._server.digest()
+        if self._last_digest != before:
             self._misfits = 0
             return False
-        if self._seen in (self._server.read, self._refused):
+        if self._last_digest in (self._server.loaded_digest, self._refused):
             return False
         try:
             self._server.expect_usable()
@@ -104,7 +104,7 @@ class CertificateRenewal:
         self._misfits += 1
         if problem and self._misfits == _MISFITS:  # else the rest of them is still to come
             self._say_failed(problem)
-            self._refused = self._seen
+            self._refused = self._last_digest
         return not problem
 
     def _say_failed(self, problem: object) -> None:

@@ -70,8 +70,8 @@ def malloc_environment(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
         libraries: folders that may have it.
     """
     every = (Path(folder, name) for folder in libraries for name in _TCMALLOC_NAMES)
-    found = next((path for path in every if path.exists()), None)
-    return GLIBC if found is None else _TCMALLOC | {"LD_PRELOAD": str(found)}
+    library = next((path for path in every if path.exists()), None)
+    return GLIBC if library is None else _TCMALLOC | {"LD_PRELOAD": str(library)}
 
 
 def _await_group(group: int) -> None:

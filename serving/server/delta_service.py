@@ -106,7 +106,7 @@ class DeltaService:
         # The lineages of which all was brought from the store.
         self._brought: set[LiveLineage] = set()
         # When each number that is not applied was seen first, by folder.
-        self._seen: dict[Path, dict[int, float]] = {}
+        self._first_seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
         # The folder of the deltas, and what is shown in its place: where a store has them.
         self._shown = str(deltas), str(deltas)
@@ -157,9 +157,9 @@ class DeltaService:
                 except Exception as error:
                     if not began.is_set():
                         failed.append(error)
-                        read = [store.last_read(lineage) for model in models for lineage in lineages(model)]
-                        if isinstance(error, ServerUnavailable) and None not in read:
-                            note_store_read(store.url, min(filter(None, read)))
+                        times = [store.last_read(lineage) for model in models for lineage in lineages(model)]
+                        if isinstance(error, ServerUnavailable) and None not in times:
+                            note_store_read(store.url, min(filter(None, times)))
                             failed.clear()
                     said = self._say_unread(error, said)
                 finally:
@@ -185,16 +185,16 @@ class DeltaService:
         Raises:
             ServingError: the first of the problems, when all lineages have had their turn.
         """
-        at: dict[Path, int] = {}
+        sequences: dict[Path, int] = {}
         for copy in self.applied:
             folder = Path(copy.about.deltas)
-            at[folder] = min(copy.sequence, at.get(folder, copy.sequence))
+            sequences[folder] = min(copy.sequence, sequences.get(folder, copy.sequence))
         is_asked, problems = False, []
         for model in models:
             try:
                 for lineage in lineages(model):
                     is_asked = True
-                    applied = at.get(store.folder / lineage.model / lineage.name)
+                    applied = sequences.get(store.folder / lineage.model / lineage.name)
                     if lineage not in self._brought:  # all of it: some may have been squashed since it was here
                         store.bring(lineage.model, lineage.name, lineage.since)
                         self._brought.add(lineage)
@@ -218,11 +218,11 @@ class DeltaService:
         if time.monotonic() >= self._next_listing:
             self._next_listing = time.monotonic() + _LISTS_S
             self._steps.clear()
-        found = []
+        copies_applied = []
         for path in copies:
             with suppress(OSError), state_of(path) as state:  # it was just removed
-                found.append(self._applied(state))
-        return found
+                copies_applied.append(self._applied(state))
+        return copies_applied
 
     def _applied(self, state: State) -> AppliedDeltas:
         about, sequence = state.about, state.sequence
@@ -233,28 +233,30 @@ class DeltaService:
         steps = self._steps.get(folder, [])
         waiting = [step.sequence for step in steps if step.sequence > sequence]
         # By our own clock: a file's time may be that of another machine, or of what was copied.
-        seen = self._seen.get(folder, {})
-        self._seen[folder] = seen = {number: seen.get(number, time.monotonic()) for number in waiting}
-        since = seen[waiting[0]] if waiting else None
+        first_seen = self._first_seen.get(folder, {})
+        self._first_seen[folder] = first_seen = {
+            number: first_seen.get(number, time.monotonic()) for number in waiting
+        }
+        since = first_seen[waiting[0]] if waiting else None
         newest = max(waiting, default=sequence)
         stopped = state.stopped.replace(*self._shown)
         sha256 = state.written.get(sequence, "")
-        found = AppliedDeltas(about, sequence, sha256, newest, since, state.rows, state.refused, stopped)
-        if not found.stopped and found.lag_s > _MISSING_S and reached(steps, sequence) == sequence:
+        applied = AppliedDeltas(about, sequence, sha256, newest, since, state.rows, state.refused, stopped)
+        if not applied.stopped and applied.lag_s > _MISSING_S and reached(steps, sequence) == sequence:
             missing = str(delta_path(folder, sequence + 1)).replace(*self._shown)
-            return found._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
-        return found
+            return applied._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
+        return applied
 
     def metrics(self) -> bytes:
         """The metrics of the copies, in Prometheus' text format."""
-        found = self.applied
+        copies = self.applied
         lines = []
         for name, kind, text, value_of in _METRICS:
-            if found:
+            if copies:
                 lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n")
             lines += [
                 f'{name}{{model="{copy.about.model}",version="{copy.about.version}"}} {value_of(copy):.15g}\n'
-                for copy in found
+                for copy in copies
             ]
         return "".join(lines).encode()
 
@@ -314,7 +316,7 @@ class DeltaService:
                     self._log.error("%s: %s", where, copy.stopped, extra={"event": "deltas_stopped", **fields})
                 else:
                     self._log.info("%s: they go on", where, extra={"event": "deltas_go_on", **fields})
-            at, next_at = self._said_applied.get(key, (None, 0.0))
-            if copy.sequence != at and time.monotonic() >= next_at:
+            said, next_at = self._said_applied.get(key, (None, 0.0))
+            if copy.sequence != said and time.monotonic() >= next_at:
                 self._said_applied[key] = copy.sequence, time.monotonic() + _SAYS_S
                 self._log.info("%s", where, extra={"event": "deltas_applied", **fields})

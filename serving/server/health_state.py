@@ -58,9 +58,9 @@ class HealthState:
                     self.tls_context.load_cert_chain(self.tls.certificate, self.tls.private_key)
                 self.certificate_expires = self.tls.expires()
 
-    def note_store_read(self, store: str, at: float) -> None:
+    def note_store_read(self, store: str, time_s: float) -> None:
         """A store was read, in Unix time."""
-        self.store_read[store] = at
+        self.store_read[store] = time_s
 
     def live(self) -> Answer:
         """The answer to `/livez`."""
@@ -88,16 +88,18 @@ class HealthState:
     def metrics(self) -> bytes:
         """The metrics of the server as a whole, which are there while tritonserver is not."""
         is_ready = self.ready()[0] == HTTPStatus.OK
-        found = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
-        found.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
+        metrics = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
+        metrics.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
         if self.certificate_expires is not None:
             name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
-            found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
-        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found]
-        if read := self.store_read.copy():
+            metrics.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
+        lines = [
+            f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in metrics
+        ]
+        if store_read := self.store_read.copy():
             name, text = "tbe_store_read_timestamp_seconds", "When a store was last read that is followed, Unix time"
             lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
-            lines += [f'{name}{{store="{url}"}} {at:.0f}\n' for url, at in sorted(read.items())]
+            lines += [f'{name}{{store="{url}"}} {time_s:.0f}\n' for url, time_s in sorted(store_read.items())]
         if releases := self.release_problems.copy():
             name, text = (
                 "tbe_release_failed",

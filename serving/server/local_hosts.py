@@ -66,7 +66,7 @@ class _Placement:
     """Which models are on which server: those beside the router, and those of hosts by their number."""
 
     router: str
-    beside: tuple[str, ...]
+    models: tuple[str, ...]
     hosts: Mapping[int, _Host]
 
 
@@ -130,12 +130,12 @@ def run_local_hosts(
             )
             for number, host in placed.hosts.items()
         }
-        models = [placed.router, *placed.beside]
+        models = [placed.router, *placed.models]
         router = stack.enter_context(
             start(
                 ports,
                 models=models,
-                pins={model: found for model, found in pins.items() if model in models},
+                pins={model: versions for model, versions in pins.items() if model in models},
                 hosts={placed.router: {str(number): server.grpc for number, server in hosts.items()}},
                 access=access,
                 drain_s=drain_s,
@@ -158,12 +158,16 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
     models = find_models(repository)
     check_pins(repository, models, pins)
     bundles = {model: _bundles(repository / model, pins.get(model, ()), keys) for model in models}
-    routers = [model for model, found in bundles.items() if any(bundle.manifest.hosts for bundle in found)]
+    routers = [
+        model
+        for model, bundles_of_model in bundles.items()
+        if any(bundle.manifest.hosts for bundle in bundles_of_model)
+    ]
     if len(routers) != 1:
-        found = "none" if not routers else f"{', '.join(routers)}: give each a repository of its own"
+        got = "none" if not routers else f"{', '.join(routers)}: give each a repository of its own"
         raise ConfigurationError(
             f"{repository}: --local-hosts: expected one router, as `tbe-export model --hosts-as-models` makes it, "
-            f"found {found}"
+            f"got {got}"
         )
     (router,) = routers
     return _Placement(
@@ -175,19 +179,19 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
 
 def _bundles(model: Path, pinned: Sequence[int], keys: TrustedKeys | None) -> list[Bundle]:
     """The bundles that are to be served of a model."""
-    wanted = pinned or said_versions(read_config(model, keys), versions(model))
-    return [open_bundle(model / str(version), keys) for version in wanted]
+    numbers = pinned or said_versions(read_config(model, keys), versions(model))
+    return [open_bundle(model / str(version), keys) for version in numbers]
 
 
 def _hosts(routers: Sequence[Bundle], keys: TrustedKeys | None) -> dict[int, _Host]:
     """The hosts of all versions of a router."""
-    found: dict[int, _Host] = {}
+    hosts: dict[int, _Host] = {}
     for router in routers:
         for host in router.manifest.hosts:
             _check_host(router, host, keys)
-            before = found[host.host].versions if host.host in found else ()
-            found[host.host] = _Host(host.model, tuple(sorted({*before, host.version})))
-    return found
+            versions_before = hosts[host.host].versions if host.host in hosts else ()
+            hosts[host.host] = _Host(host.model, tuple(sorted({*versions_before, host.version})))
+    return hosts
 
 
 def _check_host(router: Bundle, host: HostBundle, keys: TrustedKeys | None) -> None:
@@ -243,10 +247,10 @@ class FleetSupervisor:
 
     def _stop(self, supervisors: Sequence[Supervisor], running: Sequence["Future[int]"]) -> None:
         """Stop those that run, and wait until they have ended."""
-        told = 0
+        signalled = 0
         while not all(future.done() for future in running):
-            if told < 1 + self._at_once:
-                told += 1
+            if signalled < 1 + self._at_once:
+                signalled += 1
                 for supervisor, future in zip(supervisors, running, strict=True):
                     if not future.done():
                         supervisor.stop(signal.SIGTERM if self._number is None else self._number)

@@ -53,12 +53,12 @@ class ModelWatcher:
         self._may_recover = recover
         self._log = server.log
         self._ended = threading.Event()
-        self._seen, self._has_complained = time.monotonic(), False
+        self._last_seen, self._has_complained = time.monotonic(), False
         self._suspects: set[str] = set()
         self._stopped: set[int] = set()
         self._hang_checks: dict[tuple[str, int], HangCheck] = {}
         self._present: Server | None = None
-        self._taken = threading.Event()
+        self._taken_over = threading.Event()
 
     def start(self, *, is_anew: bool, present: Server | None = None) -> None:
         """Begin to watch.
@@ -73,12 +73,12 @@ class ModelWatcher:
 
     def take_over(self) -> None:
         """Its server has taken the place of the present one."""
-        self._taken.set()
+        self._taken_over.set()
 
     def end(self) -> None:
         """Stop watching. It does not wait for the thread to end."""
         self._ended.set()
-        self._taken.set()
+        self._taken_over.set()
 
     def _run(self, is_anew: bool) -> None:
         try:
@@ -116,7 +116,7 @@ class ModelWatcher:
                     if {*control.ready(model)} != {*versions}:
                         control.load(model, versions, self._served.configs[model])
                 self.has_loaded = True
-                self._taken.wait()
+                self._taken_over.wait()
         self._present = None
 
     def _wait_until_it_answers(self) -> None:
@@ -142,7 +142,7 @@ class ModelWatcher:
         except ServingError as error:  # the server has just ended, is busy, or refuses us
             self._complain(error)
             return
-        self._seen, self._has_complained = time.monotonic(), False
+        self._last_seen, self._has_complained = time.monotonic(), False
         self._server.health.server_problem = None
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
@@ -171,7 +171,7 @@ class ModelWatcher:
                 )
 
     def _complain(self, error: ServingError) -> None:
-        silent_s = time.monotonic() - self._seen
+        silent_s = time.monotonic() - self._last_seen
         if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
             self._server.health.server_problem = "tritonserver does not answer"
@@ -272,12 +272,12 @@ class ModelWatcher:
     def _notice_stuck(self, model: str, loaded: threading.Event) -> None:
         """Give tritonserver up if no new process of a model lives for `_STUCK_S` before it is loaded."""
         before = {stub.process.pid for stub in living_stubs(self._child.process.pid)}
-        seen = time.monotonic()
+        last_seen = time.monotonic()
         while not loaded.wait(_PERIOD_S):
             living = (stub for stub in living_stubs(self._child.process.pid) if stub.model == model)
             if any(stub.process.pid not in before for stub in living):
-                seen = time.monotonic()
-            elif time.monotonic() - seen > _STUCK_S:
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > _STUCK_S:
                 self.lost = f"model {model!r}: has no process {_STUCK_S:g} s after it was to be loaded anew"
                 return
 

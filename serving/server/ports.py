@@ -66,27 +66,27 @@ def free_endpoints(access: Access, ports: Ports, drain_s: float = 0.0) -> Iterat
         ConfigurationError: a port is taken, or there is no place for the control socket.
     """
     with contextlib.ExitStack() as stack:
-        taken = stack.enter_context(free_ports(access, ports))
-        http = f"{access.http_host}:{taken.http}" if access.http else None
+        reserved = stack.enter_context(free_ports(access, ports))
+        http = f"{access.http_host}:{reserved.http}" if access.http else None
         control = http or stack.enter_context(unix_socket("control"))
         metrics = stack.enter_context(unix_socket("metrics"))
         port_handover = None
         if drain_s or (access.tls is not None and not access.http):
             with contextlib.suppress(OSError):  # a sandbox allows no program
-                port_handover = PortHandover(access.host, taken.grpc)
+                port_handover = PortHandover(access.host, reserved.grpc)
                 stack.callback(port_handover.close)
         if port_handover is None:
-            stack.enter_context(ipv4_alone(access.host, taken.grpc))
+            stack.enter_context(ipv4_alone(access.host, reserved.grpc))
         yield Endpoints(
-            grpc=f"{access.host}:{taken.grpc}",
+            grpc=f"{access.host}:{reserved.grpc}",
             http=http,
-            operations=f"http{'s' if access.operations_tls else ''}://{access.operations_host}:{taken.operations}",
-            listener=stack.enter_context(_bound("operations", access.operations_host, taken.operations)),
+            operations=f"http{'s' if access.operations_tls else ''}://{access.operations_host}:{reserved.operations}",
+            listener=stack.enter_context(_bound("operations", access.operations_host, reserved.operations)),
             control=control,
             metrics=metrics,
             port_handover=port_handover,
             options=[
-                *port_options(taken.grpc, taken.http, share=port_handover is not None),
+                *port_options(reserved.grpc, reserved.http, share=port_handover is not None),
                 *age_options(connection_age_ms(drain_s, renews=port_handover is not None)),
             ],
         )
@@ -100,11 +100,11 @@ def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
     """
     with contextlib.ExitStack() as claims:
         while True:
-            taken = _take_ports(access, ports)
-            chosen = [getattr(taken, name) for name in ("grpc", "http", "operations") if not getattr(ports, name)]
+            reserved = _take_ports(access, ports)
+            chosen = [getattr(reserved, name) for name in ("grpc", "http", "operations") if not getattr(ports, name)]
             if all(_claim(port, claims) for port in chosen if port):
                 break
-        yield taken
+        yield reserved
 
 
 def _claim(port: int, claims: contextlib.ExitStack) -> bool:

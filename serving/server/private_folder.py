@@ -81,8 +81,8 @@ class PrivateFolder(Strict, frozen=True):
         """Variables for the server's processes: the keys, and PYTHONPATH without folders of the source repository."""
         source = Path(self.source).resolve()
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        kept = [folder for folder in searched if folder and not Path(folder).resolve().is_relative_to(source)]
-        return {TRUSTED_KEYS: self.keys, "PYTHONPATH": os.pathsep.join(kept)}
+        folders = [folder for folder in searched if folder and not Path(folder).resolve().is_relative_to(source)]
+        return {TRUSTED_KEYS: self.keys, "PYTHONPATH": os.pathsep.join(folders)}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -227,11 +227,11 @@ def _take_weights(source: Path, target: Path, expected: FileDigest, *, in_place:
         if size != expected.size_bytes:
             raise BundleError(f"{source}: expected {expected.size_bytes} bytes, got {size}: publish the bundle again")
         if in_place:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
             target.symlink_to(source.resolve())
         else:
-            found = _copy(file, target, size)
-    check_sha256(source, found, expected)
+            digest = _copy(file, target, size)
+    check_sha256(source, digest, expected)
 
 
 def _copy(source: BufferedReader, target: Path, size_bytes: int) -> str:

@@ -57,17 +57,17 @@ class ReleaseFile:
 
     def _read(self) -> None:
         trusted = None if self._keys is None else TrustedKeys.read(self._keys)
-        found, before = read_release(self._folder, trusted), self.newest
-        if before is not None and found != before:
+        release, before = read_release(self._folder, trusted), self.newest
+        if before is not None and release != before:
             path = release_path(self._folder)
-            if found is None:
+            if release is None:
                 raise BundleError(f"{path}: is gone: release again, `tbe-export release`")
-            if found.sequence <= before.sequence:
+            if release.sequence <= before.sequence:
                 raise BundleError(
-                    f"{path}: expected a sequence above {before.sequence}, got {found.sequence}: it is older than "
+                    f"{path}: expected a sequence above {before.sequence}, got {release.sequence}: it is older than "
                     "the present one, somebody put it back: release again, `tbe-export release`"
                 )
-        self.newest = found
+        self.newest = release
 
 
 def read_releases(repository: Path, models: Iterable[str], keys: Path | None) -> tuple[ReleaseFile, ...]:
@@ -191,7 +191,7 @@ class _Followed:
             control,
             self._file.model,
             release.versions,
-            beside=older,
+            serving_on=older,
             private=server.private,
             repository=server.repository,
             hosts=server.run_file.hosts.get(self._file.model),

@@ -120,8 +120,8 @@ def run_server(
             log=log,
         )
         # What is served otherwise than config.pbtxt says, Triton can be told to load only once it answers.
-        told = {**dict.fromkeys(hosts, ()), **pins}
-        untold = [model for model in models if model not in told]
+        to_load = {**dict.fromkeys(hosts, ()), **pins}
+        loaded_at_start = [model for model in models if model not in to_load]
         server = Server(
             grpc=endpoints.grpc,
             http=endpoints.http,
@@ -140,10 +140,10 @@ def run_server(
             repository=served,
             private=private,
         )
-        stack.enter_context(_started(server, untold))
+        stack.enter_context(_started(server, loaded_at_start))
         writer = RunFileWriter(_run_file(server, repository, pins, hosts))
         server.run_file_writer = stack.enter_context(writer.published())
-        make_ready(server, untold, told, ready_timeout_s)
+        make_ready(server, loaded_at_start, to_load, ready_timeout_s)
         yield server
 
 
@@ -182,8 +182,8 @@ def _certificates(access: Access, repository: Path, models: Sequence[str]) -> It
         config = read_config(repository / model)
         if OURS in config.parameters:
             settings = settings_of(config)
-            found = settings.hosts_root_certificates, settings.hosts_certificate_chain, settings.hosts_private_key
-            yield from (Path(path) for path in found if path is not None)
+            paths = settings.hosts_root_certificates, settings.hosts_certificate_chain, settings.hosts_private_key
+            yield from (Path(path) for path in paths if path is not None)
 
 
 def _run_file(server: Server, repository: Path, pins: Pins, hosts: Mapping[str, Mapping[str, str]]) -> RunFile:
@@ -222,11 +222,11 @@ def expect_not_hidden(folder: Path) -> None:
     """
     for finder in sys.meta_path:
         searched = [str(folder), *sys.path] if finder is PathFinder else None
-        found = finder.find_spec("serving", searched)
-        if found is not None and found.origin is not None:
-            if not Path(found.origin).samefile(str(serving.__file__)):
+        package = finder.find_spec("serving", searched)
+        if package is not None and package.origin is not None:
+            if not Path(package.origin).samefile(str(serving.__file__)):
                 raise ConfigurationError(
-                    f"{found.origin}: hides the package `serving` of tbe-serving from the processes of models, which "
-                    "look in the working directory first: start in another folder, or give yours another name"
+                    f"{package.origin}: hides the package `serving` of tbe-serving from the processes of models, "
+                    "which look in the working directory first: start in another folder, or give yours another name"
                 )
             return

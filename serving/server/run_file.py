@@ -176,15 +176,15 @@ def find_run_file(grpc: str) -> RunFile | None:
     if not is_loopback(host):
         return None
     network = _network()
-    found = {
+    runs = {
         run.grpc.rpartition(":")[0]: run
         for run in _living()
         if (_port_of(run.grpc), run.network) == (_port_of(grpc), network)
     }
     for address in (LOOPBACK if host == "localhost" else host, EVERYWHERE):
-        if address in found:
-            return found[address]
-    elsewhere = [run for host, run in found.items() if not is_loopback(host)]
+        if address in runs:
+            return runs[address]
+    elsewhere = [run for host, run in runs.items() if not is_loopback(host)]
     return elsewhere[0] if len(elsewhere) == 1 else None
 
 
@@ -253,5 +253,5 @@ def _own_folder(folder: Path) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

@@ -89,7 +89,7 @@ class Server:
         repository: the model repository that its process serves.
         private: the private folder with that repository, if it serves only signed bundles. Otherwise None.
         child: its present process.
-        read: the digest of `certificates` just before that started.
+        loaded_digest: the digest of `certificates` just before the process started.
         started: when its first process was started, in Unix time.
         run_file_writer: writes its run file, which other commands read.
         loading: a lock for each model. It is held while the model is loaded.
@@ -114,7 +114,7 @@ class Server:
     repository: Path
     private: PrivateFolder | None
     child: Child = field(init=False)
-    read: bytes = field(init=False, repr=False)
+    loaded_digest: bytes = field(init=False, repr=False)
     started: float = field(default_factory=time.time)
     run_file_writer: RunFileWriter = field(init=False, repr=False)
     loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
@@ -146,13 +146,13 @@ class Server:
         at_unix = [address for address in (self.control_address, self.metrics_address) if address.startswith(UNIX)]
         for address in at_unix:
             Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
-        own = [*metrics_options(self.metrics_address), *region_options(self.regions)]
+        own_options = [*metrics_options(self.metrics_address), *region_options(self.regions)]
         if self.control_address in at_unix:
-            own += http_options(self.control_address)
+            own_options += http_options(self.control_address)
         if self.port_handover is not None:
             self.port_handover.hold_ipv6()
-        self.read = self.digest()
-        self.child = self.launch.start([*own, *options])
+        self.loaded_digest = self.digest()
+        self.child = self.launch.start([*own_options, *options])
 
     def digest(self) -> bytes:
         """The SHA-256 of `certificates` as they are now. Nothing, if one of them cannot be read."""
@@ -216,7 +216,7 @@ class Server:
         ):
             Path(following.removeprefix(UNIX)).rename(present.removeprefix(UNIX))
         second.control_address, second.metrics_address = self.control_address, self.metrics_address
-        self.child, self.regions, self.read = second.child, second.regions, second.read
+        self.child, self.regions, self.loaded_digest = second.child, second.regions, second.loaded_digest
         self.health.reload_certificate()
         self.run_file_writer.update(process=self.process.pid)
         return before

@@ -25,7 +25,7 @@ class _Killed(TritonserverFailed):
     """A signal ended it."""
 
 
-def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: float) -> None:
+def make_ready(server: Server, models: Sequence[str], pins: Pins, timeout_s: float) -> None:
     """Wait until `models`, which it loads by itself, are ready. Then load those that it has to be told.
 
     Triton 2.51 sometimes aborts while it loads models on a busy machine: its locks have a deadline of a second. Then
@@ -42,7 +42,7 @@ def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: flo
         _wait_until_ready(server, models, timeout_s)
         again.append(f"{error}; it was started once more")
     is_erased = erase_from_command_line(server.process, server.key, has_started=True)
-    _load_told(server, told, timeout_s)
+    _load_pinned(server, pins, timeout_s)
     server.models = _ready_models(server) or ()
     server.health.server_problem = None
     if server.port_handover is not None and not server.port_handover.can_direct_to(server.process.pid):
@@ -85,16 +85,16 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
         options: of tritonserver. They may load such models.
     """
     loaded = loaded_by(options)
-    others = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
-    if not others:
+    unserved = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
+    if not unserved:
         return
     unservable = [
-        name for name in others if not is_utf8(name) or (not is_plain(name) and has_python(repository / name))
+        name for name in unserved if not is_utf8(name) or (not is_plain(name) and has_python(repository / name))
     ]
     how = []
     if is_signed:
         how.append("with --trusted-keys only signed bundles are served: serve them by another tritonserver")
-    elif named := [name for name in others if name not in unservable]:
+    elif named := [name for name in unserved if name not in unservable]:
         options = shlex.join(model_options(named))
         how.append(f"to serve them too: tbe-serve run {shlex.quote(str(repository))} -- {options}")
     if unservable:
@@ -102,7 +102,7 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
             "Triton takes no name that is not UTF-8, nor a blank or a shell's characters in that of a Python model: "
             f"rename {', '.join(unservable)}"
         )
-    yield f"not served, because tbe-export did not make them: {', '.join(others)}; {'; '.join(how)}"
+    yield f"not served, because tbe-export did not make them: {', '.join(unserved)}; {'; '.join(how)}"
 
 
 def misread_numpy_2(repository: Path, options: Sequence[str]) -> Iterator[str]:
@@ -144,9 +144,9 @@ def _has_metrics(server: Server) -> bool:
     return Path(server.metrics_address.removeprefix(UNIX)).exists()
 
 
-def _load_told(server: Server, told: Pins, timeout_s: float) -> None:
+def _load_pinned(server: Server, pins: Pins, timeout_s: float) -> None:
     """Load these versions; of a model without any, those that config.pbtxt says."""
-    for model, versions in told.items():
+    for model, versions in pins.items():
         try:
             switch(
                 server.control(timeout_s),
@@ -171,4 +171,4 @@ def _ready_models(server: Server) -> tuple[ServedModel, ...] | None:
     for entry in index:
         if entry.state == "READY":
             versions.setdefault(entry.model, []).append(entry.version)
-    return tuple(ServedModel(name, tuple(sorted(found))) for name, found in sorted(versions.items()))
+    return tuple(ServedModel(name, tuple(sorted(numbers))) for name, numbers in sorted(versions.items()))

@@ -243,24 +243,24 @@ def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
 def _version(
     state: VersionState, stubs: Iterable[Stub], kernels: Kernels | None, settings: ServingSettings | None
 ) -> VersionStatus:
-    own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
-    weights = sorted(own[0].bundle.glob(WEIGHTS_FILES)) if own else []
+    own_stubs = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
+    weights = sorted(own_stubs[0].bundle.glob(WEIGHTS_FILES)) if own_stubs else []
     size = sum(map(_size_bytes, weights))
-    found = [cached(path) for path in weights]
-    there = None if None in found else sum(pages.size for pages in found if pages is not None)
+    pages = [cached(path) for path in weights]
+    cached_size = None if None in pages else sum(pages.size for pages in pages if pages is not None)
     return VersionStatus(
         version=state.version,
         state=state.state,
         reason=state.reason,
         instances=tuple(
             InstanceStatus(process=stub.process.pid, is_busy=stub.is_busy(), memory=process_memory(stub.process.pid))
-            for stub in own
+            for stub in own_stubs
         ),
-        weights_bytes=size if own else None,
-        cached_bytes=min(size, there) if own and there is not None else None,
-        kernels=kernels if own else None,
-        hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
-        deltas=_deltas(own[0].process.pid) if own else None,
+        weights_bytes=size if own_stubs else None,
+        cached_bytes=min(size, cached_size) if own_stubs and cached_size is not None else None,
+        kernels=kernels if own_stubs else None,
+        hosts=_hosts(own_stubs[0].bundle, settings) if own_stubs and settings is not None and settings.hosts else (),
+        deltas=_deltas(own_stubs[0].process.pid) if own_stubs else None,
     )
 
 

@@ -85,16 +85,16 @@ def expect_usable(path: Path) -> None:
 
     try:
         content = path.read_bytes()
-        found = [] if b"PRIVATE KEY" in content else x509.load_pem_x509_certificates(content)
+        certificates = [] if b"PRIVATE KEY" in content else x509.load_pem_x509_certificates(content)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: expected certificates or a key in PEM: {error}") from error
     now = datetime.now(UTC)
     late = [
         certificate
-        for certificate in found
+        for certificate in certificates
         if not certificate.not_valid_before_utc <= now < certificate.not_valid_after_utc
     ]
-    if late and (len(late) == len(found) or not _is_authority(found[0])):
+    if late and (len(late) == len(certificates) or not _is_authority(certificates[0])):
         since, until = (
             f"{moment:%Y-%m-%d %H:%M}" for moment in (late[0].not_valid_before_utc, late[0].not_valid_after_utc)
         )

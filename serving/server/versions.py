@@ -28,24 +28,24 @@ class Switched:
 def switch(
     control: Control,
     model: str,
-    wanted: Sequence[int] = (),
+    requested: Sequence[int] = (),
     *,
     repository: Path,
-    beside: Sequence[int] = (),
+    serving_on: Sequence[int] = (),
     private: PrivateFolder | None = None,
     hosts: Mapping[str, str] | None = None,
 ) -> Switched:
-    """Serve exactly the `wanted` versions of a model, and those `replacement` them.
+    """Serve exactly the `requested` versions of a model and the versions `serving_on`.
 
     The old versions serve until all new ones are ready, so that no request fails.
 
     Args:
         control: the server's control API.
         model: the model's name.
-        wanted: its versions; empty: those that config.pbtxt says.
+        requested: the versions to serve. Empty: the versions that config.pbtxt names.
         repository: the repository that Triton serves. Versions are loaded with its config.pbtxt, even if Triton has
             read that already and was given another config since.
-        beside: versions that serve already, and serve on.
+        serving_on: versions that already serve and continue to serve.
         private: the private folder that the server serves. Signed versions are copied into it first.
         hosts: of a router, the addresses of its hosts in place of those in config.pbtxt: see `point_at`.
 
@@ -55,13 +55,13 @@ def switch(
     with nullcontext() if private is None else private.locked(), loading(control):
         before = control.ready(model)
         if private is not None:
-            for version in wanted or (None,):
-                private.bring(model, version, serving={*before, *wanted})
+            for version in requested or (None,):
+                private.bring(model, version, serving={*before, *requested})
         config = read_config(repository / model)
         if hosts is not None:
             point_at(config, hosts)
-        check_loadable(repository / model, config, wanted)
-        return Switched(before, control.load(model, sorted({*wanted, *beside}), as_json(config)))
+        check_loadable(repository / model, config, requested)
+        return Switched(before, control.load(model, sorted({*requested, *serving_on}), as_json(config)))
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
         yield
 
 
-def check_loadable(model: Path, config: Any, wanted: Sequence[int] = ()) -> None:
+def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> None:
     """Refuse settings and bundles that the backend would refuse.
 
     Triton 2.51 may end a few requests after it was asked for a version that could not be loaded anew, by its own
@@ -89,7 +89,7 @@ def check_loadable(model: Path, config: Any, wanted: Sequence[int] = ()) -> None
     Args:
         model: its folder, <repository>/<name>.
         config: its ModelConfig.
-        wanted: its versions; none: those that `config` says. Those that are not there are Triton's to refuse.
+        requested: the versions to load. Empty: the versions that `config` names. Triton refuses missing versions.
 
     Raises:
         ConfigurationError: a setting cannot be used, or a file that it names.
@@ -98,7 +98,7 @@ def check_loadable(model: Path, config: Any, wanted: Sequence[int] = ()) -> None
     if OURS not in config.parameters:
         return
     settings, there = settings_of(config), versions(model)
-    for version in wanted or said_versions(config, there):
+    for version in requested or said_versions(config, there):
         if version in there:
             manifest = open_bundle(model / str(version)).manifest
             if manifest.hosts:

@@ -41,23 +41,23 @@ def real(setting: str, text: str) -> float:
 EVERY = "*"
 
 
-def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that adds the options of `read` to a command.
+def shared_options(name: str, reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that adds the options of `reader` to a command.
 
-    The command gets a `functools.partial` as its parameter `name`: `read` with the values of the options, by keyword.
-    Its own arguments come first.
+    The command gets a `functools.partial` as its parameter `name`: `reader` with the values of the options, by
+    keyword. Its own arguments come first.
 
     Args:
         name: the command's parameter that takes the function.
-        read: its parameters are the options.
+        reader: its parameters are the options.
     """
-    shared = inspect.signature(read).parameters
+    shared = inspect.signature(reader).parameters
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             options = {option: arguments.pop(option) for option in shared}
-            command(**arguments, **{name: functools.partial(read, **options)})
+            command(**arguments, **{name: functools.partial(reader, **options)})
 
         parameters = [
             parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != name
@@ -65,27 +65,27 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*parameters, *shared.values())]
         )
-        run.__annotations__ = command.__annotations__ | read.__annotations__ | {"return": None}
+        run.__annotations__ = command.__annotations__ | reader.__annotations__ | {"return": None}
         return run
 
     return decorate
 
 
-def with_options(read: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> Callable[..., Any]:
-    """Give `read` a signature with the options of a table. typer reads options from the signature of a function.
+def with_options(reader: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> Callable[..., Any]:
+    """Give `reader` a signature with the options of a table. typer reads options from the signature of a function.
 
     Args:
-        read: takes any keyword.
+        reader: takes any keyword.
         options: by name: the annotation that typer makes an option of, and the default.
     """
-    read.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
-    read.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    reader.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
+    reader.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             for name, (annotation, default) in options.items()
         ]
     )
-    return read
+    return reader
 
 
 def by_name(texts: Sequence[str] | None) -> dict[str, str]:

@@ -34,10 +34,12 @@ codecs.register_error(TAKE_ALL, _encoded)
 
 def escaped(text: str) -> str:
     """A text in ASCII, with the other characters as JSON escapes them."""
-    utf_16 = (each.encode("utf-16-be", "surrogatepass").hex() for each in text)
+    utf_16 = (character.encode("utf-16-be", "surrogatepass").hex() for character in text)
     return "".join(
-        each if each.isascii() else "".join(f"\\u{code[at : at + 4]}" for at in range(0, len(code), 4))
-        for each, code in zip(text, utf_16, strict=True)
+        character
+        if character.isascii()
+        else "".join(f"\\u{code[start : start + 4]}" for start in range(0, len(code), 4))
+        for character, code in zip(text, utf_16, strict=True)
     )
 
 

@@ -405,7 +405,7 @@ def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repos
     assert len(left) == 6
     assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
     shutil.rmtree(paths[0].parent)
-    DeltaStore(deltas).bring("m", paths[0].parent.name, 0, each=True)
+    DeltaStore(deltas).bring("m", paths[0].parent.name, 0, all_files=True)
     assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
 
 

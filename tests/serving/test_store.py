@@ -443,23 +443,23 @@ def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> No
     for seed in range(2):
         published(url, seed)
     here = tmp_path / "here"
-    assert pulled(url, here, own=True) == [("m", 2)]
+    assert pulled(url, here, is_exact=True) == [("m", 2)]
     published(url, 2)
     s3.delete(key_of(url, "m/2/manifest.json"))
     with_hold = hold(here / "m" / "2")
     try:
-        assert pulled(url, here, own=True) == [("m", 3)]
+        assert pulled(url, here, is_exact=True) == [("m", 3)]
         assert (here / "m" / "2").exists()  # a server has it open
         s3.delete(key_of(url, "m/3/manifest.json"))
         held = hold(here / "m" / "3")
         try:
-            with pytest.raises(ConfigurationError, match="has version 3 no longer, and a server has it open"):
-                pulled(url, here, own=True)
+            with pytest.raises(ConfigurationError, match="no longer has version 3, which a server has open"):
+                pulled(url, here, is_exact=True)
         finally:
             os.close(held)
     finally:
         os.close(with_hold)
-    assert pulled(url, here, own=True) == []
+    assert pulled(url, here, is_exact=True) == []
     assert sorted(path.name for path in (here / "m").iterdir()) == ["1", "config.pbtxt"]
 
 

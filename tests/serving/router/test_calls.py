@@ -221,7 +221,7 @@ def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
         found = [wait_all({1: call}) for call in calls]
     assert [each[1].tolist() for each in found if isinstance(each[1], np.ndarray)] == [[[1, 1]]] * 3
     assert (asked(fakes), caller.host.counts.calls) == (3, 3)
-    assert not caller.asked
+    assert not caller.pending
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
