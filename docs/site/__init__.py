@@ -1,0 +1,1 @@
+"""The documentation as a website: `make docs` builds it from the pages of the repository."""

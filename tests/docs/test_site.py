@@ -1,0 +1,164 @@
+"""The website is built from the pages, and works in a browser: no request to another host, and a search that finds."""
+
+import re
+import shutil
+import threading
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote_plus
+
+import pytest
+import yaml
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from docs.site.build import build_site
+from docs.site.pages import site_page, site_paths
+from tests.support.browser import chromium
+
+ROOT = Path(__file__).parents[2]
+TOP_FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "pyproject.toml")
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Do not write the requests to stderr."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_site(ROOT, tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def url(site: Path) -> Iterator[str]:
+    handler = partial(QuietHandler, directory=str(site.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright, chromium(playwright) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page()
+    yield page
+    page.close()
+
+
+def test_the_root_leads_to_the_newest_version(page: Page, url: str, site: Path) -> None:
+    page.goto(url)
+    page.wait_for_url(f"{url}{site.name}/")
+    assert page.title() == "Start - tbe-serving"
+    page.locator(".md-version__current").wait_for()
+    assert page.locator(".md-version__current").inner_text() == site.name
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_ask_no_other_host_and_fit_the_screen(
+    browser: Browser, url: str, site: Path, width: int, scheme: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+    requests: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("response", lambda response: errors.append(response.url) if response.status >= 400 else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    for path in ("", "operating/", "benchmarks/", "api/client/", "commands/tbe-serve/"):
+        page.goto(f"{url}{site.name}/{path}", wait_until="networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+        red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (red + green + blue > 3 * 128) == (scheme == "light"), path
+    page.close()
+    assert [address for address in requests if not address.startswith(url)] == []
+    assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("query", "page_found"),
+    [
+        ("checkpoint prefix", "export/"),
+        ("look up from Python", "clients/"),
+        ("certificate renewal", "tls/"),
+        ("TbeSlow", "runbook/"),
+        ("publish_changes", "api/export/"),
+        ("row_wise sharding", "sharding/"),
+        ("rolling out canary", "rolling-out/"),
+        ("NetworkPolicy", "kubernetes/"),
+        ("LookupClient timeout_s", "api/client/"),
+        ("DEADLINE_EXCEEDED", "errors/"),
+    ],
+)
+def test_the_search_finds_the_page_among_the_first_three(
+    page: Page, url: str, site: Path, query: str, page_found: str
+) -> None:
+    page.goto(f"{url}{site.name}/", wait_until="networkidle")
+    page.keyboard.press("/")
+    page.keyboard.type(query)
+    # Each result names the query that found it, so these are the results of the whole text.
+    results = page.locator(f"a[href*='?h={quote_plus(query)}']")
+    results.first.wait_for()
+    links: list[str] = results.evaluate_all("results => results.slice(0, 3).map(result => result.href)")
+    assert any(link.startswith(f"{url}{site.name}/{page_found}") for link in links), links
+
+
+def test_a_dead_anchor_fails_the_build_and_leaves_the_site_that_is_there(tmp_path: Path) -> None:
+    for name in TOP_FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("docs", "serving", "export"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "docs" / "sharding.md").open("a") as file:
+        file.write("\n[limits](export.md#no-such-heading)\n")
+    published = tmp_path / "out" / "0.0.9"
+    published.mkdir(parents=True)
+    (published / "index.html").write_text("the version before")
+    with pytest.raises(RuntimeError, match="anchor does not exist"):
+        build_site(tmp_path, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["0.0.9"]
+
+
+def test_every_page_is_there_as_markdown_and_listed_for_language_models(site: Path) -> None:
+    listed = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text())
+    assert len(listed) > 30
+    for path in listed:
+        assert (site / path).read_text().startswith("# "), path
+        assert (site / path.removesuffix("index.md").removesuffix(".md") / "index.html").exists(), path
+
+
+@pytest.mark.parametrize(
+    ("link", "expected"),
+    [
+        ("[how](export.md#scores)", "[how](export.md#scores)"),
+        ("[README](../README.md#use-it)", "[README](index.md#use-it)"),
+        ("[why](decisions/README.md)", "[why](decisions/index.md)"),
+        ("[test_files](../tests/serving/test_files.py)", "`tests/serving/test_files.py`"),
+        ("[the image](../deploy/Dockerfile)", "the image (`deploy/Dockerfile`)"),
+        ("![way](way.svg)", "![way](way.svg)"),
+        ("[here](#scores)", "[here](#scores)"),
+        ("[x](https://example.com/a.md)", "[x](https://example.com/a.md)"),
+        ("```\n[a](../deploy/Dockerfile)\n```", "```\n[a](../deploy/Dockerfile)\n```"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(link: str, expected: str) -> None:
+    assert site_page(link, "docs/operating.md", site_paths(ROOT)) == expected
+
+
+def test_links_between_folders_are_relative() -> None:
+    paths = site_paths(ROOT)
+    assert site_page("[a](../export.md)", "docs/decisions/0001-pins.md", paths) == "[a](../export.md)"
+    assert site_page("[a](docs/export.md)", "README.md", paths) == "[a](export.md)"
+
+
+def test_the_citation_names_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"].split(" AND ")[0])
