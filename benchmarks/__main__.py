@@ -15,6 +15,7 @@ from rich.table import Table
 
 from benchmarks import (
     beyond_memory,
+    columns,
     curves,
     document,
     exporting,
@@ -54,6 +55,7 @@ QUICK: tuple[Part, ...] = (
 )
 ALL: tuple[Part, ...] = (
     *QUICK[:2],
+    ("from columns to a request", lambda _, __: columns.run()),
     ("one request on several threads", lambda workload, _: threads.run(workload)),
     ("ranks on other hosts", routed.run),
     ("whole models", scores.run),

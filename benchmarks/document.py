@@ -13,6 +13,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks import (
     beyond_memory,
+    columns,
     fresh,
     instances,
     once,
@@ -102,6 +103,7 @@ def render(run: dict[str, Any], file: str) -> str:
         scores_sequences=scores_sequences,
         stages=stages.SHOWN,
         stage_models=stages.MODELS,
+        columns=columns,
         threads=threads,
         fresh=fresh,
         instances=instances,

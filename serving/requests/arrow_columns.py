@@ -192,7 +192,7 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
     kind, first = schema.format.decode(), piece.offset + start
     name = (schema.name or b"").decode(errors="replace")
     if kind == _NULLS:
-        return ArrowChunk(name, length, np.zeros(length, np.bool_), np.zeros(length, np.int64))
+        return ArrowChunk(name, length, np.zeros(length, np.bool_) if length else None, np.zeros(length, np.int64))
     valid = None
     if piece.null_count and piece.buffers[0]:
         valid = _bits(piece.buffers[0], first, length, owner)

@@ -85,7 +85,7 @@ def flattened(bags: Sequence[Any]) -> Any:
     """
     if {*map(type, bags)} == {np.ndarray}:
         filled = [*compress(bags, map(len, bags))]
-        if len({*map(attrgetter("dtype", "ndim"), filled)}) == 1:
+        if len({*map(attrgetter("dtype", "ndim"), filled)}) == 1 and filled[0].dtype != np.object_:
             return np.concatenate(filled)
     items = [*chain.from_iterable(bags)]
     return np.asarray(items) if {*map(type, items)} <= INTEGERS else items

@@ -149,17 +149,19 @@ def array_of(numbers: Any) -> npt.NDArray[Any]:
 
     Raises:
         TypeError: it is a masked array, whose masked items numpy would include; or it is no array.
-        ValueError: its rows have different lengths, or one is None.
+        ValueError: its rows have different lengths.
     """
     if isinstance(numbers, np.ma.MaskedArray):
         raise TypeError("a masked array: a request has no mask; fill it, or leave out what is masked")
     array = np.asarray(numbers)
-    if array.dtype != np.object_ or not array.ndim:
-        return array
-    present = _is_present(array)
-    if not present.all():
+    return np.asarray(array.tolist()) if array.dtype == np.object_ else array
+
+
+def _numbers_of_array(numbers: Any) -> Array:
+    array = array_of(numbers)
+    if array.dtype == np.object_ and array.ndim and not (present := _is_present(array)).all():
         raise ValueError(null_in(int(np.argmin(present))))
-    return np.asarray(array.tolist())
+    return array
 
 
 def _is_present(items: Any) -> Mask:
@@ -339,7 +341,7 @@ INPUT_FORMS = (
         written="a list of bags, [[id, …], …]",
         recognise=lambda _: True,
         convert=_from_bags,
-        convert_numbers=array_of,
+        convert_numbers=_numbers_of_array,
         recognise_rows=lambda _, __: True,
         convert_rows=_rows_from_bags,
     ),

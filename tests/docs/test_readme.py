@@ -164,7 +164,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     monkeypatch.chdir(tmp_path)
     command, on_hosts = blocks(README, "", "tbe-export model")
     assert on_hosts == blocks(SHARDING, "", "tbe-export model")[0] + blocks(SHARDING, "", "tbe-serve run")[0]
-    of_readme, score, once = (
+    of_readme, score, once, frame = (
         text for page in (README, CLIENTS) for text in blocks(page, "python") if "client.score" in text
     )
     assert of_readme == score
@@ -178,6 +178,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
         exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]
         exec(patient(once, server.grpc), names)
+        exec(patient(frame, server.grpc), names)
     kjt = KeyedJaggedTensor(
         ["item_id", "genres"], torch.tensor([7, 8, 3, 5]), lengths=torch.tensor([1, 1, 2, 0], dtype=torch.int32)
     )
@@ -185,6 +186,8 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
         expected = model(torch.tensor([[0.5, 1.0, 0.0], [0.0, 2.0, 1.0]]), kjt)
     np.testing.assert_allclose(scores, expected, atol=5e-3)  # its tables are INT8
     assert scores.std() > 0
+    assert names["scored"].columns == ["user", "item_id", "genres", "dense_features", "scores"]
+    np.testing.assert_allclose(names["scored"]["scores"].to_numpy(), scores[:, 0], atol=1e-5)
     pairs = KeyedJaggedTensor(
         ["item_id", "genres"],
         torch.tensor([7, 8, 9, *[3, 5] * 3]),

@@ -178,7 +178,7 @@ def test_both_clients_send_them(served: Served) -> None:
         ({"zone": [1, 300]}, "dense input 'zone': expected integers that fit INT8, got 300"),
         ({"stars": [1, -1]}, "dense input 'stars': expected integers that fit UINT8, got -1"),
         ({"new": [[0, 1], [1, 0]]}, "dense input 'new': expected booleans, which travel as BOOL, got int64"),
-        ({"relation": [[1], [2]]}, r"dense input 'relation': expected int64 \[2\], a row for each sample, got int64 \[2, 1\]"),
+        ({"relation": [[1, 2], [2, 3]]}, r"dense input 'relation': expected int64 \[2\], a row for each sample, got int64 \[2, 2\]"),
         ({"batch.price": np.ones((2, 6), np.float32)}, r"'batch.price': expected float32 \[2, 2, 3\], .* got float32 \[2, 6\]"),
         ({"price": 1}, "dense input 'price': expected one of 'batch.price', 'relation', 'day', 'new', 'year', 'zone', 'stars'"),
     ],

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -54,6 +57,20 @@ def test_answers_are_numpy_s_over_the_exported_bytes(
         assert rows.shape == (samples, spec.dim)
         expected = oracle.pool(bundle_reader.exported_table(mixed, spec.name), bags[feature], spec.pooling)
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6 * (1 + longest))
+
+
+@pytest.mark.parametrize("make", [pa.table, pl.DataFrame, pd.DataFrame], ids=["pyarrow", "polars", "pandas"])
+def test_a_data_frame_is_answered_as_its_lists(engine: Engine, make: Any) -> None:
+    bags = random_bags(np.random.default_rng(0), MIXED, 5, list(table_of(MIXED)), 3)
+    frame = make({"day": ["mon"] * 5} | {name: [list(bag) for bag in lists] for name, lists in bags.items()})
+    expected = engine.lookup(bags)
+    answer = engine.lookup(frame)
+    assert list(answer) == list(expected)
+    for feature, rows in expected.items():
+        np.testing.assert_array_equal(answer[feature], rows)
+        assert answer.to_polars()[feature].to_list() == rows.tolist()
+    with pytest.raises(InvalidRequest, match="features: expected a column for at least one of "):
+        engine.lookup(make({"day": ["mon"]}))
 
 
 def test_answers_are_numpy_s_over_the_float_tables_within_the_quantization_bound(engine: Engine) -> None:

@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
 from serving.client import LookupClient
@@ -52,6 +53,15 @@ def test_a_deadline_covers_all_tries(lookup: Lookup, fake: FakeServer, address: 
             lookup(address, timeout_s=0.5)
     finally:
         released.set()
+
+
+def test_a_column_of_a_data_frame_is_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
+    frame = pl.DataFrame({"x": [[3, 5], [7]], "day": ["mon", "tue"]})
+    assert lookup(address, frame).to_polars().to_dict(as_series=False) == {"x": [[1, 1], [1, 1]]}
+    request, *_ = fake.calls[-1]
+    assert np.frombuffer(request.raw_input_contents[0], np.int64).tolist() == [3, 5, 7]
+    with pytest.raises(InvalidRequest, match="feature 'x': expected no nulls, got one in sample 1"):
+        lookup(address, pl.DataFrame({"x": [[3, 5], None]}))
 
 
 def test_a_request_over_the_limits_is_not_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
