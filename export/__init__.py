@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from serving.pins import check_pins
+from serving.pins import check_pins, not_installed
 
 if TYPE_CHECKING:
     from export.config import ExportConfig
@@ -72,5 +72,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_pins()  # first: with builds that do not agree, the import fails and does not say why
-    globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+    try:
+        globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise not_installed(str(error.name), "export") from error
     return found

@@ -57,6 +57,16 @@ def mismatch(wrong: str, *, is_broken: bool = False) -> EnvironmentMismatch:
     return EnvironmentMismatch(f"{wrong}: mend this environment with `{_mended_by(installed(), is_broken)}`")
 
 
+def not_installed(package: str, extra: str) -> EnvironmentMismatch:
+    """The error for a package that is missing, with the command that installs it.
+
+    Args:
+        package: its name.
+        extra: the extra of pyproject.toml that has it.
+    """
+    return EnvironmentMismatch(f"{package}: expected this package, found none: `pip install 'tbe-serving[{extra}]'`")
+
+
 def stack_of(packages: Mapping[str, str]) -> Stack | None:
     """The stack that the installed torch belongs to, or None.
 

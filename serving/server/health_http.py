@@ -59,7 +59,9 @@ def operations_port(
         ConfigurationError: another process took the port, or h11 is not installed.
     """
     if find_spec("h11") is None:  # clients and exports go without
-        raise ConfigurationError("h11 is not installed, which the operations port needs: `pip install h11`")
+        raise ConfigurationError(
+            "h11 is not installed, which the operations port needs: `pip install 'tbe-serving[server]'`"
+        )
     if access.operations_tls:
         health.tls_context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     health.reload_certificate()

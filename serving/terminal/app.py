@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
-from serving.errors import EnvironmentMismatch, ServingError
+from serving.errors import ServingError
 from serving.files import is_url
 from serving.log import one_line
-from serving.pins import tested_versions
+from serving.pins import not_installed, tested_versions
 from serving.terminal.output import is_terminal, lost, take_over
 
 if TYPE_CHECKING:  # a command without a bar does not wait for it
@@ -145,9 +145,7 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:  # an install without extras has only the client's packages
             extra = "export" if ctx.find_root().info_name == "tbe-export" else "server"
-            raise EnvironmentMismatch(
-                f"{error.name}: expected this package, found none: `pip install 'tbe-serving[{extra}]'`"
-            ) from error
+            raise not_installed(str(error.name), extra) from error
 
 
 class _Commands(TyperGroup):

@@ -106,7 +106,12 @@ def _bundled(package: Path, backends: Path) -> Installation:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = triton / "python_backend_stubs" / python / "triton_python_backend_stub"
     if not stub.is_file():
-        raise TritonserverFailed(f"{stub}: not found: nvidia-pytriton has no Python backend for Python {python}")
+        folders = sorted(stub.parents[1].iterdir(), key=lambda folder: (len(folder.name), folder.name))
+        supported = ", ".join(folder.name for folder in folders)
+        raise TritonserverFailed(
+            f"{stub}: expected a Python backend for Python {python}, found none: nvidia-pytriton has them for Python "
+            f"{supported}"
+        )
     backend = backends / "python"
     shutil.copytree(triton / "backends" / "python", backend)
     Path(shutil.copy(stub, backend)).chmod(0o700)  # Triton's own try is left out: serving/server/process_setup.py

@@ -105,6 +105,7 @@ def test_the_extras_are_the_purposes() -> None:
     project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for extra, purposes in {
+        "engine": ["serve"],
         "export": ["serve", "export"],  # export.txt is beside serve.txt
         "server": ["serve", "triton"],
         "demo": ["demo"],
@@ -114,7 +115,7 @@ def test_the_extras_are_the_purposes() -> None:
         for requirement in extras[extra]:
             name = re.split(r"[^\w-]", requirement)[0]
             # pip cannot leave FBGEMM's CUDA build out; the locks do.
-            known = name in ("torch", "fbgemm-gpu") or re.search(rf"^{name}\b", asked, re.MULTILINE)
+            known = name in ("tbe-serving", "torch", "fbgemm-gpu") or re.search(rf"^{name}\b", asked, re.MULTILINE)
             assert known, f"{extra}: {name}"
 
 

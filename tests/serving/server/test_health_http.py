@@ -347,7 +347,8 @@ def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(health_http, "find_spec", lambda _: None)
     with (
         pytest.raises(
-            ConfigurationError, match="h11 is not installed, which the operations port needs: `pip install h11`"
+            ConfigurationError,
+            match=r"h11 is not installed, which the operations port needs: `pip install 'tbe-serving\[server\]'`",
         ),
         listening(),
     ):

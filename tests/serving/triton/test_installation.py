@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,3 +69,12 @@ def test_without_any_tritonserver_it_says_how_to_get_one(one_model: Path, monkey
         run_server(one_model, FREE),
     ):
         pass
+
+
+def test_a_python_without_a_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "sys", SimpleNamespace(version_info=SimpleNamespace(major=3, minor=17)))
+    with (
+        contextlib.ExitStack() as stack,
+        pytest.raises(TritonserverFailed, match=r"for Python 3\.17, found none: .*3\.11.*3\.12.*3\.13$"),
+    ):
+        installation.find_tritonserver(stack)
