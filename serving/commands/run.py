@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,6 @@ from rich.table import Table
 
 from serving.bundle.lineage import deltas_url
 from serving.commands.listen_options import AccessOf, PortsOf, takes_access, takes_ports
-from serving.commands.pull import mirror_of
 from serving.commands.version_options import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
 from serving.files import is_url
 from serving.log import LogFormat, server_log
@@ -33,10 +32,11 @@ from serving.server import (
 )
 from serving.server.drain import MOST_S
 from serving.server.local_hosts import FleetSupervisor
+from serving.server.mirror import mirror_of
 from serving.server.private_folder import Trust
 from serving.server.releases import ReleaseFile, ReleaseFollower, read_releases, released_versions
 from serving.tables.memory_need import SHM_BYTES
-from serving.terminal.app import out
+from serving.terminal.app import bytes_bar, out
 from serving.terminal.output import print_json
 
 # Seconds between checks of a store.
@@ -124,7 +124,16 @@ def run(
     if deltas is None and is_url(repository):
         deltas = deltas_url(repository)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for a store that hangs
-    mirror = mirror_of(repository, cache, versions, every_s=every_s, follow=unload_after_s is not None, deltas=deltas)
+    with bytes_bar("pulling") if is_url(repository) else nullcontext(lambda *_: None) as progress:
+        mirror = mirror_of(
+            repository,
+            cache,
+            versions,
+            every_s=every_s,
+            follow=unload_after_s is not None,
+            deltas=deltas,
+            progress=progress,
+        )
     signals = _Signals()
     folder = Path(repository) if mirror is None else mirror.repository
     files = () if unload_after_s is None else _releases(folder, versions, trusted)

@@ -24,9 +24,9 @@ from serving.__main__ import app as serve_app
 from serving.bundle.load import hold, open_bundle, verify_digests
 from serving.bundle.release import read_release
 from serving.client import LookupClient
-from serving.commands.pull import Mirror, mirror_of
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
+from serving.server.mirror import Mirror, mirror_of
 from serving.store import Store, versions_in
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.deadlines import PATIENT_S
@@ -331,13 +331,15 @@ def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytes
     common: Any = {"pins": {}, "follow": False, "every_s": None, "deltas": None}
     own = exported(tmp_path / "own").parent.parent
     before = contents(own)
-    with pytest.raises(ConfigurationError, match="got one with something else: what the store has not is removed"):
+    with pytest.raises(
+        ConfigurationError, match="got a folder with other content: files that the store lacks would be removed"
+    ):
         mirror_of(url, own, **common)
     assert contents(own) == before
     assert mirror_of(f"{url}/", tmp_path / "cache", **common) is not None
     before = contents(tmp_path / "cache")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(ConfigurationError, match=re.escape(f"got one of {url}: what the store has not")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"got a folder of {url}: files that the store lacks")):
         mirror_of(f"{url}/other", tmp_path / "cache", **common)
     assert contents(tmp_path / "cache") == before
 
