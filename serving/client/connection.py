@@ -3,7 +3,6 @@
 import ipaddress
 import json
 import os
-import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from serving.client.proxies import may_be_proxied, proxy_note
 from serving.client.retries import Retries
 from serving.client.targets import Target
 from serving.errors import ConfigurationError, DeadlineExceeded, ServerUnavailable, ServingError, shown
+from serving.pem import check_certificate_chain, check_root_certificates
 from serving.triton.error_messages import error_of, handshake_advice
 
 DEFAULT_TIMEOUT_S = 1.0
@@ -92,24 +92,12 @@ class Tls:
             None if path is None else _read_pem(path)
             for path in (self.root_certificates, self.private_key, self.certificate_chain)
         )
-        self._check_files()
+        # gRPC would only log that a file is invalid, and fail each call.
+        if self.certificate_chain is not None:
+            check_certificate_chain(self.certificate_chain, self.private_key)
+        if self.root_certificates is not None:
+            check_root_certificates(self.root_certificates)
         return grpc.ssl_channel_credentials(roots, key, chain)
-
-    def _check_files(self) -> None:
-        """Load the files with OpenSSL. gRPC would only log that they are invalid, and fail each call."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            if self.certificate_chain is not None:
-                context.load_cert_chain(self.certificate_chain, self.private_key, password=_no_password)
-        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-            raise ConfigurationError(
-                f"{self.certificate_chain}: expected a certificate in PEM, and its key in {self.private_key}: {error}"
-            ) from error
-        try:
-            if self.root_certificates is not None:
-                context.load_verify_locations(self.root_certificates)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{self.root_certificates}: expected certificates in PEM: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,10 +269,6 @@ def _read_pem(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password, which gRPC does not support")
 
 
 def _is_one_host(host: str) -> bool:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from serving.bundle.scores import INPUT_DTYPES
 from serving.client.model_info import ModelInfo
 from serving.errors import InvalidRequest
-from serving.protocol.messages import ModelInferRequest
+from serving.protocol.messages import ModelInferRequest, add_ids
 from serving.requests.answer_columns import AnswerColumns
 from serving.requests.answers import JaggedRows
 from serving.requests.parameters import encode_parameters
@@ -46,7 +46,6 @@ class Scores(AnswerColumns[npt.NDArray[Any]]):
 
 
 _INT32 = np.iinfo(np.int32)
-_KSERVE_NAME = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
@@ -61,14 +60,7 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
         if values.size and not _INT32.min <= values.min() <= values.max() <= _INT32.max:
             raise InvalidRequest(f"values: expected ids of {info.ids_dtype}, got {values.min()} to {values.max()}")
         values = values.astype(info.ids_dtype)
-    for name, datatype, array in (
-        ("values", _KSERVE_NAME[info.ids_dtype], values),
-        ("lengths", "INT32", tensors.lengths),
-        ("weights", "FP32", tensors.weights),
-    ):
-        if array is not None:
-            request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
-            request.raw_input_contents.append(array.tobytes())
+    add_ids(request, values, tensors.lengths, tensors.weights)
     for name, rows in tensors.dense.items():
         request.inputs.add(name=name, datatype=INPUT_DTYPES[rows.dtype].value, shape=[1, *rows.shape])
         request.raw_input_contents.append(rows.tobytes())

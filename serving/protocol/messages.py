@@ -12,6 +12,7 @@ to (tests/serving/protocol/test_messages.py). Their licence is `LICENSE`.
 from importlib.resources import files
 from typing import Any
 
+import numpy.typing as npt
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
@@ -46,6 +47,27 @@ ModelStatisticsRequest = _message("ModelStatisticsRequest")
 ServerMetadataRequest = _message("ServerMetadataRequest")
 # Triton's names of dtypes, TYPE_INT64 and so on.
 DataType: Any = EnumTypeWrapper(_POOL.FindEnumTypeByName(f"{_PACKAGE}.DataType"))
+
+
+def add_ids(
+    request: Any, values: npt.NDArray[Any], lengths: npt.NDArray[Any], weights: npt.NDArray[Any] | None
+) -> None:
+    """Add the inputs `values`, `lengths` and `weights` to a ModelInferRequest, each as [1, n].
+
+    Args:
+        request: the ModelInferRequest.
+        values: int32 or int64 [n].
+        lengths: int32 [n].
+        weights: float32 [n], or None for no such input.
+    """
+    for name, datatype, array in (
+        ("values", f"INT{8 * values.itemsize}", values),
+        ("lengths", "INT32", lengths),
+        ("weights", "FP32", weights),
+    ):
+        if array is not None:
+            request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
+            request.raw_input_contents.append(array.tobytes())
 
 
 def path_of(method: str) -> str:

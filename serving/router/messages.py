@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from serving.bundle.plan import HostBundle, IdDtype
 from serving.errors import InternalError, shown
-from serving.protocol.messages import ModelInferRequest, ModelInferResponse, path_of
+from serving.protocol.messages import ModelInferRequest, ModelInferResponse, add_ids, path_of
 from serving.requests.parameters import PARAMETERS
 from serving.requests.types import EMBEDDINGS, Ids, Lengths, Weights
 
@@ -72,15 +72,7 @@ class Messages:
     def encode(self, request: PartialRequest) -> bytes:
         """The bytes of a ModelInferRequest. Protocol buffers merge messages whose bytes are concatenated."""
         content = ModelInferRequest()
-        rows = request.rows.astype(_ID_TYPES[self._id_dtype])
-        for name, datatype, array in (
-            ("values", self._id_dtype.value, rows),
-            ("lengths", "INT32", request.lengths),
-            ("weights", "FP32", request.weights),
-        ):
-            if array is not None:
-                content.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
-                content.raw_input_contents.append(array.tobytes())
+        add_ids(content, request.rows.astype(_ID_TYPES[self._id_dtype]), request.lengths, request.weights)
         if request.segments is not None:
             content.parameters[_SEGMENTS].string_param = request.segments
         if request.part_of is not None:

@@ -1,6 +1,5 @@
 """The certificates of a server: PEM files, checked before tritonserver reads them."""
 
-import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
+from serving.pem import check_certificate_chain, check_root_certificates
 from serving.triton.command_line import tls_options
 
 if TYPE_CHECKING:
@@ -33,21 +33,15 @@ class ServerTls:
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
-        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-            raise ConfigurationError(
-                f"--tls-cert {self.certificate}, --tls-key {self.private_key}: expected a certificate and its key in "
-                f"PEM: {error}"
-            ) from error
+            check_certificate_chain(self.certificate, self.private_key)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--tls-cert, --tls-key: {error}") from error
         try:
             if self.client_root is not None:
-                context.load_verify_locations(self.client_root)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
-            ) from error
+                check_root_certificates(self.client_root)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--tls-client-ca: {error}") from error
 
     def expires(self) -> float:
         """When the first certificate of the file expires, the server's or one of its chain, Unix time.
@@ -108,7 +102,3 @@ def _is_authority(certificate: "x509.Certificate") -> bool:
         return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
     except x509.ExtensionNotFound:
         return False
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password, which Triton cannot be given")

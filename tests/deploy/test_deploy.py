@@ -170,7 +170,8 @@ def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(argu
     result = CliRunner().invoke(app, ["run", "/repository", *arguments])
     assert result.exit_code == 1, result.output
     assert (
-        "--tls-cert /tls/tls.crt, --tls-key /tls/tls.key: expected a certificate and its key in PEM" in result.output
+        "--tls-cert, --tls-key: /tls/tls.crt: expected a certificate in PEM, and its key in /tls/tls.key"
+        in result.output
     )
 
 

@@ -96,9 +96,9 @@ def test_what_is_allowed_is_left_out_and_what_is_none_of_it_refused() -> None:
 )
 def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, key: str, root: str | None) -> None:
     wrong = (
-        f"--tls-client-ca .*{root}: expected cert"
+        f"--tls-client-ca: .*{root}: expected cert"
         if root
-        else f"--tls-cert .*{certificate}, --tls-key .*{key}: expected"
+        else f"--tls-cert, --tls-key: .*{certificate}: expected .*{key}: "
     )
     with pytest.raises(ConfigurationError, match=wrong):
         ServerTls(

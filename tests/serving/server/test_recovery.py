@@ -21,7 +21,7 @@ from serving.client import LookupClient, Retries
 from serving.errors import DeadlineExceeded, ModelUnavailable, ServerUnavailable, TritonserverFailed
 from serving.server import run_server
 from tests.support.long_cases import one_in
-from tests.support.models import SUM, Spec, collection
+from tests.support.models import Spec, collection
 from tests.support.servers import (
     FREE,
     add_gate,
@@ -38,12 +38,6 @@ from tests.support.servers import (
     wait_for_pending,
     wait_for_stubs,
 )
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    export_model(collection(SUM), tmp_path / "r", "m")
-    return tmp_path / "r"
 
 
 def kill_stubs(triton: psutil.Process, model: str, count: int | None = None) -> None:

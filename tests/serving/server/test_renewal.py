@@ -35,12 +35,6 @@ ASKED = {"x": [[1]]}
 AGE = ("--", "--grpc-max-connection-age=1500")
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    export_model(collection(SUM), tmp_path / "r", "m")
-    return tmp_path / "r"
-
-
 @dataclass
 class Pems:
     """Certificates that are served, and those of others that may take their place, each by an authority of its own."""

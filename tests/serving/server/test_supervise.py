@@ -33,12 +33,6 @@ from tests.support.servers import (
 )
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    export_model(collection(SUM), tmp_path / "r", "m")
-    return tmp_path / "r"
-
-
 @pytest.mark.promise("HTTP is closed unless the operator opens it")
 def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     with running(one_model) as server:
