@@ -101,7 +101,7 @@ def main() -> None:
     console.print(_table(results))
     console.print(f"took {time.monotonic() - started:.0f} s")
     if not quick and arguments.only is None:
-        console.print(f"written {_write(results, quietness.seen()).relative_to(Path.cwd())}")
+        console.print(f"written {_write(results, quietness.activity()).relative_to(Path.cwd())}")
         console.print(f"written {document.write(RESULTS / 'latest.json').relative_to(Path.cwd())}")
 
 
@@ -114,13 +114,13 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _write(results: list[Result], others: dict[str, Any]) -> Path:
-    """`<date>-<machine>.json`, and the link `latest.json` to it. `others`: as `Quietness.seen`."""
+def _write(results: list[Result], other_activity: dict[str, Any]) -> Path:
+    """`<date>-<machine>.json`, and the link `latest.json` to it. `other_activity`: as `Quietness.activity`."""
     about = machine()
     report = {
         "command": "make bench",
         **about,
-        "others": others,
+        "others": other_activity,
         "results": {result.name: result.value for result in results if not result.is_ratio and not result.note},
         "ratios": {result.name: result.value for result in results if result.is_ratio},
         "spreads": {result.name: result.spread for result in results if result.spread is not None},

@@ -53,15 +53,15 @@ def run(folder: Path) -> Iterator[Result]:
         yield Result("beyond_memory_limit", LIMIT_BYTES, unit="B")
         yield Result("beyond_memory_readahead", _readahead_bytes(bundle), unit="B")
         for ids in IDS:
-            found = [{name: _measured(group, bundle, name, ids) for name in ADVICE} for _ in range(REPEATS)]
+            repeats = [{name: _measured(group, bundle, name, ids) for name in ADVICE} for _ in range(REPEATS)]
             what = ids.partition(":")[0]
             for name in ADVICE:
-                rates = sorted(each[name]["answers_per_s"] for each in found)
+                rates = sorted(repeat[name]["answers_per_s"] for repeat in repeats)
                 yield Result(f"beyond_memory_{name}_{what}_rps", rates[REPEATS // 2], unit="/s")
-                read = sorted(each[name]["bytes_an_answer"] for each in found)
-                yield Result(f"beyond_memory_{name}_{what}_bytes_an_answer", read[REPEATS // 2], unit="B")
+                bytes_read = sorted(repeat[name]["bytes_an_answer"] for repeat in repeats)
+                yield Result(f"beyond_memory_{name}_{what}_bytes_an_answer", bytes_read[REPEATS // 2], unit="B")
             for name in ("one_by_one", "ordinary", "huge"):
-                over = (each["ours"]["answers_per_s"] / each[name]["answers_per_s"] for each in found)
+                over = (repeat["ours"]["answers_per_s"] / repeat[name]["answers_per_s"] for repeat in repeats)
                 yield ratio_of(f"beyond_memory_ours_over_{name}_{what}_rps", over)
         shutil.rmtree(folder)
 
@@ -88,8 +88,8 @@ def _measured(group: Path, bundle: Path, name: str, ids: str) -> dict[str, float
     joins = ("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh")
     script = (sys.executable, "-m", "benchmarks.beyond_memory", str(bundle), name, ids)
     done = subprocess.run([*joins, *script], capture_output=True, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def _measure(bundle: Path, name: str, ids: str) -> None:
@@ -118,8 +118,8 @@ def _measure(bundle: Path, name: str, ids: str) -> None:
             engine.outputs(next(requests))
             answers += 1
         took = time.perf_counter() - start
-    found = {"answers_per_s": answers / took, "bytes_an_answer": (_read_bytes() - before) / answers}
-    print(json.dumps(found))
+    figures = {"answers_per_s": answers / took, "bytes_an_answer": (_read_bytes() - before) / answers}
+    print(json.dumps(figures))
 
 
 def _readahead_bytes(path: Path) -> int:

@@ -39,12 +39,12 @@ def main() -> None:
             graphs: list[Any] = []
             script = torch.jit.script
 
-            def noted(graph: Any, *given: Any, graphs: list[Any] = graphs, script: Any = script, **named: Any) -> Any:
+            def record(graph: Any, *args: Any, graphs: list[Any] = graphs, script: Any = script, **named: Any) -> Any:
                 if isinstance(graph, torch.fx.GraphModule):
                     graphs.append(graph)
-                return script(graph, *given, **named)
+                return script(graph, *args, **named)
 
-            torch.jit.script = noted  # type: ignore[assignment]
+            torch.jit.script = record  # type: ignore[assignment]
             bundle = export_model(
                 model, Path(folder) / form, "m", ExportConfig(scores=True), example=workload.example()
             )
@@ -56,24 +56,24 @@ def main() -> None:
 
 def _calls(engine: Engine, workload: SequencesWorkload) -> dict[int, list[tuple[Tensor, ...]]]:
     """What the dense part is given for the requests, by their number of samples."""
-    seen: list[tuple[Tensor, ...]] = []
+    calls: list[tuple[Tensor, ...]] = []
     assert engine._dense is not None
     forward = engine._dense._forward
 
-    def noted(*given: Tensor) -> Any:
-        seen.append(tuple(each.clone() for each in given))
-        return forward(*given)
+    def forward_and_record(*inputs: Tensor) -> Any:
+        calls.append(tuple(tensor.clone() for tensor in inputs))
+        return forward(*inputs)
 
-    engine._dense._forward = noted
-    found = {}
+    engine._dense._forward = forward_and_record
+    calls_by_samples = {}
     for samples in SIZES:
-        seen.clear()
+        calls.clear()
         for tensors in workload.tensors(samples):
             answer = engine.outputs(tensors)[OUTPUT]
             np.testing.assert_allclose(answer, workload.eager(tensors), rtol=0, atol=0.3)
         # Tensors that are made in inference mode cannot be traced.
-        found[samples] = [tuple(torch.from_numpy(each.numpy()) for each in given) for given in seen]
-    return found
+        calls_by_samples[samples] = [tuple(torch.from_numpy(tensor.numpy()) for tensor in inputs) for inputs in calls]
+    return calls_by_samples
 
 
 def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> Any:
@@ -81,7 +81,7 @@ def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> 
         program = torch.jit.load(str(bundle / "scores.pt")).forward  # type: ignore[no-untyped-call]
     candidates = {"torchscript": program}
     example = calls[7][0]
-    dims = tuple(dict.fromkeys(range(each.dim() - (each.dim() > 1)), torch.export.Dim.AUTO) for each in example)
+    dims = tuple(dict.fromkeys(range(tensor.dim() - (tensor.dim() > 1)), torch.export.Dim.AUTO) for tensor in example)
     with torch.no_grad():
         exported = torch.export.export(graph, example, dynamic_shapes=dims)
     for name, (march, simdlen) in MARCHES.items():
@@ -93,16 +93,18 @@ def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> 
         yield Result(f"{form}_{name}_compile_s", time.monotonic() - started)
         yield Result(f"{form}_{name}_file", Path(path).stat().st_size, unit="B")
         candidates[name] = torch._inductor.aoti_load_package(path)
-    for samples, given in calls.items():
+    for samples, inputs in calls.items():
         for name, run in candidates.items():
-            for each in given:
-                assert (run(*each)[0] - program(*each)[0]).abs().max() < 1e-4, name
+            for tensors in inputs:
+                assert (run(*tensors)[0] - program(*tensors)[0]).abs().max() < 1e-4, name
         for where, rounds, pause_s in (("", ROUNDS[samples], 0.0), ("cold_", COLD_ROUNDS, PAUSE_S))[
             : 1 + (samples == 1)
         ]:
             repeats = []
             for _ in range(REPEATS):
-                times = interleave({n: _asking(run, given) for n, run in candidates.items()}, rounds, pause_s=pause_s)
+                times = interleave(
+                    {n: _asking(run, inputs) for n, run in candidates.items()}, rounds, pause_s=pause_s
+                )
                 repeats.append({name: p50(seconds) for name, seconds in times.items()})
             for name in candidates:
                 yield Result(f"{form}_{name}_{where}b{samples}_s", median(repeat[name] for repeat in repeats))
@@ -111,12 +113,12 @@ def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> 
                 yield ratio_of(f"{form}_torchscript_over_{name}_{where}b{samples}", over)
 
 
-def _asking(run: Callable[..., Any], given: list[tuple[Tensor, ...]]) -> Callable[[], Any]:
-    each = cycle(given)
+def _asking(run: Callable[..., Any], inputs: list[tuple[Tensor, ...]]) -> Callable[[], Any]:
+    endless = cycle(inputs)
 
     def ask() -> Any:
         with torch.inference_mode():
-            return run(*next(each))
+            return run(*next(endless))
 
     return ask
 

@@ -29,9 +29,9 @@ def run(folder: Path) -> Iterator[Result]:
     """One curve after another; what is not varied is 16 samples, 10 ids a bag, 16 tables of 10,000 rows."""
     torch.set_num_threads(1)
     bundles = {tables: _export(folder / f"t{tables}", [10_000] * tables) for tables in TABLES}
-    yield from _curve("samples", {each: (bundles[16], each, 10) for each in SAMPLES})
-    yield from _curve("ids_a_bag", {each: (bundles[16], 16, each) for each in IDS})
-    yield from _curve("tables", {each: (bundle, 16, 10) for each, bundle in bundles.items()})
+    yield from _curve("samples", {samples: (bundles[16], samples, 10) for samples in SAMPLES})
+    yield from _curve("ids_a_bag", {ids: (bundles[16], 16, ids) for ids in IDS})
+    yield from _curve("tables", {tables: (bundle, 16, 10) for tables, bundle in bundles.items()})
     # As many lookups in one table as in sixteen.
     sizes = {rows: _export(folder / f"r{rows}", [rows]) for rows in ROWS}
     yield from _curve("rows", {rows: (bundle, 256, 10) for rows, bundle in sizes.items()})

@@ -175,12 +175,12 @@ def _draw_lines(axes: Axes, hosts: Sequence[int], lines: Mapping[str, Sequence[f
         axes.plot(hosts, times, marker="o", markersize=4, color=HOSTS_LINES[line][1])
     axes.set_xlim(0.7, 1.55 * max(hosts))
     axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], *map(max, lines.values())))
-    at = -1.0
-    for line in sorted(lines, key=lambda each: lines[each][-1]):
+    label_y = -1.0
+    for line in sorted(lines, key=lambda line: lines[line][-1]):
         name, colour = HOSTS_LINES[line]
         # Names of lines that end close to one another stand one above the other.
-        at = max(lines[line][-1], at + (0.1 + 0.05 * name.count("\n")) * axes.get_ylim()[1])
-        axes.annotate(name, (max(hosts) + 0.2, at), va="center", fontsize=8, color=colour)
+        label_y = max(lines[line][-1], label_y + (0.1 + 0.05 * name.count("\n")) * axes.get_ylim()[1])
+        axes.annotate(name, (max(hosts) + 0.2, label_y), va="center", fontsize=8, color=colour)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -197,10 +197,10 @@ def _ahead(got: dict[str, float], name: str, loads: Sequence[tuple[int, int]], p
         ours = got.get(f"{name}_ours_c{clients}_b{samples}_{key}")
         if ours is None:
             continue
-        found = {peer: got.get(f"{name}_{peer}_c{clients}_b{samples}_{key}") for peer in peers}
+        figures = {peer: got.get(f"{name}_{peer}_c{clients}_b{samples}_{key}") for peer in peers}
         better = {
             peer: ours / value if clients == 1 else value / ours
-            for peer, value in found.items()
+            for peer, value in figures.items()
             if value is not None and (value < ours if clients == 1 else value > ours)
         }
         if better:
@@ -212,15 +212,15 @@ def _ahead(got: dict[str, float], name: str, loads: Sequence[tuple[int, int]], p
 def _ahead_of_router(ratios: dict[str, float]) -> Iterator[str]:
     """A line for each number of samples at which others with tables on several hosts are ahead of a router."""
     for samples in (1, 128):
-        found = {shown: ratios.get(f"{peer}_over_routed_p50_b{samples}", 1) for peer, shown in HOSTS_PEERS.items()}
-        if better := {peer: ratio for peer, ratio in found.items() if ratio < 1}:
+        by_peer = {shown: ratios.get(f"{peer}_over_routed_p50_b{samples}", 1) for peer, shown in HOSTS_PEERS.items()}
+        if better := {peer: ratio for peer, ratio in by_peer.items() if ratio < 1}:
             yield f"B = {samples}: " + ", ".join(f"{peer} by {1 / ratio:.2f}" for peer, ratio in better.items())
 
 
 def _points(got: dict[str, float], curve: str) -> list[tuple[int, float]]:
     prefix, suffix = f"curve_{curve}_", "_p50_s"
-    found = [key for key in got if key.startswith(prefix) and key.endswith(suffix)]
-    return sorted((int(key.removeprefix(prefix).removesuffix(suffix)), got[key]) for key in found)
+    names = [key for key in got if key.startswith(prefix) and key.endswith(suffix)]
+    return sorted((int(key.removeprefix(prefix).removesuffix(suffix)), got[key]) for key in names)
 
 
 def _ms(seconds: float) -> str:

@@ -50,18 +50,18 @@ def run(folder: Path) -> list[Result]:
         shutil.rmtree(folder / "repository")
     checkpoint.unlink()
     size = rows * DIM * 4
-    repeats.sort(key=lambda each: -each["seconds"] * each["op_rate"])
+    repeats.sort(key=lambda repeat: -repeat["seconds"] * repeat["op_rate"])
     ratios = [size / repeat["seconds"] / repeat["op_rate"] for repeat in repeats]
-    found = repeats[REPEATS // 2]
+    middle = repeats[REPEATS // 2]
     return [
         Result("export_bytes", size, unit="B"),
-        Result("export_s", found["seconds"]),
-        Result("export_rate", size / found["seconds"], unit="B/s"),
-        Result("export_storing_rate", size / found["storing_s"], unit="B/s"),
-        Result("quantize_op_rate", found["op_rate"], unit="B/s"),
+        Result("export_s", middle["seconds"]),
+        Result("export_rate", size / middle["seconds"], unit="B/s"),
+        Result("export_storing_rate", size / middle["storing_s"], unit="B/s"),
+        Result("quantize_op_rate", middle["op_rate"], unit="B/s"),
         Result("export_peak_above_start", max(repeat["peak_bytes"] for repeat in repeats), unit="B"),
         ratio_of("export_over_quantize_op", ratios),
-        ratio("export_storing_over_quantize_op", size / found["storing_s"] / found["op_rate"]),
+        ratio("export_storing_over_quantize_op", size / middle["storing_s"] / middle["op_rate"]),
         ratio("export_peak_over_table", max(repeat["peak_bytes"] for repeat in repeats) / size),
     ]
 
@@ -87,8 +87,8 @@ def _export(checkpoint: Path, repository: Path, rows: int) -> None:
     config = ExportConfig(trained_memory_bytes=0)  # the model itself is not run: it would be loaded
     export_model(module, repository, "m", config, checkpoint=checkpoint, progress=watch)
     seconds = time.perf_counter() - start
-    found = {"seconds": seconds, "storing_s": stored - start, "peak_bytes": _peak_bytes() - before}
-    print(json.dumps(found | {"op_rate": _op_rate()}))
+    figures = {"seconds": seconds, "storing_s": stored - start, "peak_bytes": _peak_bytes() - before}
+    print(json.dumps(figures | {"op_rate": _op_rate()}))
 
 
 def _op_rate() -> float:

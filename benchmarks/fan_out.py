@@ -49,9 +49,9 @@ class FanOut(Closing):
         if model is not None:
             by_host = {number: structs.replace(host, model=model, version=1) for number, host in by_host.items()}
         ranks = enumerate(manifest.plan.ranks)
-        asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
+        hosts_by_rank = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
         self._loop = LoopThread()
-        hosts = self._loop.start(_connect(manifest, asked, addresses)).result()
+        hosts = self._loop.start(_connect(manifest, hosts_by_rank, addresses)).result()
         self._callers = HostCallers(hosts, self._loop)
 
     @property
@@ -59,12 +59,12 @@ class FanOut(Closing):
         """Of the hosts."""
         return list(self._callers.by_rank)
 
-    def __call__(self, asked: Asked) -> None:
+    def __call__(self, requests: Asked) -> None:
         """Ask all at once that `asked` names."""
-        found = wait_all(self._callers.ask(asked))
-        for each in found.values():
-            if isinstance(each, ServingError):
-                raise each
+        answers = wait_all(self._callers.ask(requests))
+        for answer in answers.values():
+            if isinstance(answer, ServingError):
+                raise answer
 
     def close(self) -> None:
         """Close the channels, and end the thread."""

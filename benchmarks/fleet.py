@@ -55,6 +55,6 @@ def memory_bytes(server: Server, model: str) -> int:
     named = re.compile(rf"{re.escape(model)}_\d+_\d+")  # how Triton calls an instance
     stubs = psutil.Process(server.process.pid).children()
     instances = [stub.pid for stub in stubs if any(map(named.fullmatch, stub.cmdline()))]
-    found = [process_memory(pid) for pid in (server.process.pid, *instances)]
-    assert len(found) > 1
-    return sum(each.share for each in found if each is not None)
+    memory = [process_memory(pid) for pid in (server.process.pid, *instances)]
+    assert len(memory) > 1
+    return sum(process.share for process in memory if process is not None)

@@ -94,7 +94,7 @@ def _same_lineage(repository: Path) -> Iterator[Result]:
 
 def _own_bytes(bundle: Path, links: int = 1) -> int:
     """The bytes of a version's files that have so many names on this disk."""
-    return sum(each.st_size for each in map(Path.stat, bundle.iterdir()) if each.st_nlink == links)
+    return sum(status.st_size for status in map(Path.stat, bundle.iterdir()) if status.st_nlink == links)
 
 
 def _collection(device: str) -> EmbeddingBagCollection:
@@ -116,7 +116,7 @@ def _through_a_store(repository: Path, folder: Path) -> Iterator[Result]:
         stack.callback(_set, before)
         deltas = _Deltas(repository, f"s3://{BUCKET}/models.deltas")
         _set(s3.environment | {"XDG_CACHE_HOME": str(folder / "server")})
-        server = stack.enter_context(run_server(repository, _FREE, deltas=deltas.place, log=folder / "log"))
+        server = stack.enter_context(run_server(repository, _FREE, deltas=deltas.url, log=folder / "log"))
         _set({"XDG_CACHE_HOME": str(folder / "publisher")})
         for _ in range(STORED):
             began = time.monotonic()
@@ -137,9 +137,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
 class _Deltas:
     """Publishes deltas of random rows. Row 0 of each has the delta's number, which FP16 holds."""
 
-    def __init__(self, repository: Path, place: str | None = None) -> None:
+    def __init__(self, repository: Path, url: str | None = None) -> None:
         self._repository = repository
-        self.place = place
+        self.url = url
         self._random = np.random.default_rng(0)
         self.number = 0
 
@@ -148,7 +148,7 @@ class _Deltas:
         ids = np.concatenate(([0], np.unique(self._random.integers(1, ROWS, count))))
         rows = self._random.standard_normal((ids.size, DIM), np.float32)
         rows[0] = self.number
-        publish_delta(self._repository, NAME, {TABLE: (ids, rows)}, deltas=self.place)
+        publish_delta(self._repository, NAME, {TABLE: (ids, rows)}, deltas=self.url)
 
 
 def _under_load(server: Server, deltas: _Deltas, elsewhere: _Deltas) -> Iterator[Result]:
@@ -206,7 +206,7 @@ def _memory(server: Server, before: int) -> Iterator[Result]:
     """What the copy takes, beside the bytes of the rows; and what deltas left in the memory of all processes."""
     rows_bytes = ROWS * WeightDtype.INT8.row_bytes(DIM)
     (copy,) = {
-        Path(each.path) for process in _processes(server) for each in process.memory_maps() if _is_copy(each.path)
+        Path(file.path) for process in _processes(server) for file in process.memory_maps() if _is_copy(file.path)
     }
     yield ratio("live_copy_over_rows_bytes", copy.stat().st_blocks * 512 / rows_bytes)
     yield Result("live_private_bytes", before, unit="B")
@@ -224,7 +224,8 @@ def _private_bytes(server: Server) -> int:
 def _processes(server: Server) -> list[psutil.Process]:
     """tritonserver, its models' processes, and the delta writer."""
     triton = psutil.Process(server.process.pid)
-    writers = [each for each in psutil.Process().children() if "serving.tables.delta_writer" in each.cmdline()]
+    children = psutil.Process().children()
+    writers = [process for process in children if "serving.tables.delta_writer" in process.cmdline()]
     return [triton, *triton.children(recursive=True), *writers]
 
 
@@ -241,11 +242,11 @@ def main(url: str, seconds: str) -> None:
         ids = random.integers(0, ROWS, (SAMPLES, IDS))
         client.lookup({"item_id": ids})
         print("began", flush=True)
-        found, end = [], time.monotonic() + float(seconds)
+        steps, end = [], time.monotonic() + float(seconds)
         while (began := time.monotonic()) < end:
             client.lookup({"item_id": random.integers(0, ROWS, (SAMPLES, IDS))})
-            found.append(time.monotonic() - began)
-    print(json.dumps(found))
+            steps.append(time.monotonic() - began)
+    print(json.dumps(steps))
 
 
 if __name__ == "__main__":

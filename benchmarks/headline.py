@@ -72,13 +72,13 @@ def _exported(repository: Path) -> Iterator[Result]:
         check=True,
         env=environment,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    yield Result("headline_rows", found["rows"], unit="")
-    yield Result("headline_float", found["float_bytes"], unit="B")
-    yield Result("headline_bundle", found["bundle_bytes"], unit="B")
-    yield Result("headline_export_s", found["seconds"])
-    yield Result("headline_export_rate", found["float_bytes"] / found["seconds"], unit="B/s")
-    yield ratio("headline_bundle_over_float", found["bundle_bytes"] / found["float_bytes"])
+    export = json.loads(done.stdout.splitlines()[-1])
+    yield Result("headline_rows", export["rows"], unit="")
+    yield Result("headline_float", export["float_bytes"], unit="B")
+    yield Result("headline_bundle", export["bundle_bytes"], unit="B")
+    yield Result("headline_export_s", export["seconds"])
+    yield Result("headline_export_rate", export["float_bytes"] / export["seconds"], unit="B/s")
+    yield ratio("headline_bundle_over_float", export["bundle_bytes"] / export["float_bytes"])
 
 
 def _in_process(bundle: Bundle) -> Iterator[Result]:
@@ -106,20 +106,20 @@ def _in_process(bundle: Bundle) -> Iterator[Result]:
     row_bytes = bundle.manifest.tables[0].row_bytes
     for samples in ROUNDS:
         for name in ("inprocess", "operator", "rows"):
-            seconds = [each[name, samples] for each in huge]
+            seconds = [figures[name, samples] for figures in huge]
             yield Result(f"headline_{name}_p50_b{samples}_s", median(seconds))
-        yield Result(f"headline_small_operator_p50_b{samples}_s", median(each["operator", samples] for each in small))
-        bandwidth = sum(IDS_PER_SAMPLE) * samples * row_bytes / median(each["rows", samples] for each in huge)
+        yield Result(f"headline_small_operator_p50_b{samples}_s", median(run["operator", samples] for run in small))
+        bandwidth = sum(IDS_PER_SAMPLE) * samples * row_bytes / median(figures["rows", samples] for figures in huge)
         yield Result(f"headline_row_bandwidth_b{samples}", bandwidth, unit="B/s")
         pairs = [*zip(small, huge, strict=True)]
         yield ratio_of(
             f"headline_inprocess_over_operator_b{samples}",
-            (theirs["inprocess", samples] / ours["operator", samples] for ours, theirs in pairs),
+            (small_run["inprocess", samples] / huge_run["operator", samples] for huge_run, small_run in pairs),
         )
         for limit in ("operator", "rows"):
             yield ratio_of(
                 f"headline_inprocess_over_{limit}_huge_b{samples}",
-                (each["inprocess", samples] / each[limit, samples] for each in huge),
+                (figures["inprocess", samples] / figures[limit, samples] for figures in huge),
             )
 
 
@@ -131,21 +131,21 @@ def _timed(engine: Engine, names: Sequence[str]) -> dict[tuple[str, int], float]
     row_bytes = manifest.tables[0].row_bytes
     rows = weights[: weights.numel() // row_bytes * row_bytes].view(-1, row_bytes)
     factors = {feature.name: ids for feature, ids in zip(manifest.features, IDS_PER_SAMPLE, strict=True)}
-    found: dict[tuple[str, int], float] = {}
+    medians: dict[tuple[str, int], float] = {}
     for samples, rounds in ROUNDS.items():
         requests = random_requests(manifest, samples, Distribution(), factors)
         prepared = [indices_and_offsets(request) for request in requests]
         random = torch.Generator().manual_seed(0)
         anywhere = [torch.randint(0, len(rows), (request.values.size,), generator=random) for request in requests]
-        asked, alone, places = cycle(requests), cycle(prepared), cycle(anywhere)
+        endless, alone, places = cycle(requests), cycle(prepared), cycle(anywhere)
         candidates = {
-            "inprocess": lambda asked=asked: engine.outputs(next(asked)),
+            "inprocess": lambda endless=endless: engine.outputs(next(endless)),
             "operator": lambda alone=alone: operator(*next(alone)),
             "rows": lambda places=places: rows.index_select(0, next(places)),
         }
         times = interleave({name: candidates[name] for name in names}, rounds)
-        found |= {(name, samples): p50(seconds) for name, seconds in times.items()}
-    return found
+        medians |= {(name, samples): p50(seconds) for name, seconds in times.items()}
+    return medians
 
 
 def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
@@ -165,17 +165,17 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
                 for clients in CLIENTS:
                     load = Traffic(clients=clients, rate=0, seconds=1.5, repeats=2, warm_up_s=0.5, check=0.01)
                     times = {}
-                    beside = [(do_nothing_name(samples), None)] if ids == "uniform" else []
-                    for model, checked in ((NAME, bundle), *beside):
+                    do_nothing = [(do_nothing_name(samples), None)] if ids == "uniform" else []
+                    for model, checked in ((NAME, bundle), *do_nothing):
                         runs = generate(server.grpc, prepare(model, tensors, info), load, 10, checked)
-                        assert not any(each.wrong or each.errors for each in runs), runs[0].wrong
-                        latencies = np.concatenate([each.latencies_s for each in runs])
+                        assert not any(repeat.wrong or repeat.errors for repeat in runs), runs[0].wrong
+                        latencies = np.concatenate([repeat.latencies_s for repeat in runs])
                         who, what = "served" if checked else "donothing", ids.partition(":")[0]
                         where = f"headline_{who}_{what}_c{clients}_b{samples}"
                         times[model] = p50(latencies)
                         yield Result(f"{where}_p50_s", times[model])
                         yield Result(f"{where}_p99_s", float(np.percentile(latencies, 99)))
-                        yield Result(f"{where}_rps", len(latencies) / sum(each.seconds for each in runs), unit="/s")
+                        yield Result(f"{where}_rps", len(latencies) / sum(run.seconds for run in runs), unit="/s")
                     if clients == 1 and ids == "uniform":
                         over = times[NAME] / times[do_nothing_name(samples)]
                         yield ratio(f"headline_served_over_donothing_p50_b{samples}", over)
@@ -191,13 +191,13 @@ def _export(repository: Path) -> None:
     config = ExportConfig(dtype={"*": WeightDtype.INT4}, serving=serving)
     start = time.perf_counter()
     path = export_model(module, repository, NAME, config, checkpoint=generated_checkpoint(tables))
-    found = {
+    figures = {
         "seconds": time.perf_counter() - start,
         "rows": sum(table.rows for table in tables),
         "float_bytes": sum(4 * table.rows * table.dim for table in tables),
         "bundle_bytes": sum(file.stat().st_size for file in path.iterdir()),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -37,15 +37,17 @@ def run(workload: Workload) -> list[Result]:
         requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
         prepared = [indices_and_offsets(request) for request in requests]
         for request, (indices, offsets) in zip(requests, prepared, strict=True):
-            for theirs in (tbe, operator):
-                np.testing.assert_array_equal(lookup(engine, request), theirs(indices, offsets).numpy())
+            for candidate in (tbe, operator):
+                np.testing.assert_array_equal(lookup(engine, request), candidate(indices, offsets).numpy())
         candidates = _candidates(engine, tbe.forward, operator, requests, prepared)
         times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
         results += [Result(f"{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
         for limit in ("tbe", "operator"):
             results.append(ratio(f"inprocess_over_{limit}_b{samples}", times["inprocess"] / times[limit]))
         if samples == 1:
-            cold = {name: p50(each) for name, each in interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S).items()}
+            cold = {
+                name: p50(seconds) for name, seconds in interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S).items()
+            }
             results += [Result(f"cold_{name}_p50_b{samples}_s", seconds) for name, seconds in cold.items()]
             results.append(ratio(f"cold_inprocess_over_operator_b{samples}", cold["inprocess"] / cold["operator"]))
     return results
@@ -58,11 +60,11 @@ def _candidates(
     requests: list[Arrays],
     prepared: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, Callable[[], Any]]:
-    ours, theirs = cycle(requests), cycle(prepared)
+    ours, tbe_inputs = cycle(requests), cycle(prepared)
     alone = cycle(prepared)
     return {
         "inprocess": lambda: lookup(engine, next(ours)),
-        "tbe": lambda: tbe(*next(theirs)),
+        "tbe": lambda: tbe(*next(tbe_inputs)),
         "operator": lambda: operator(*next(alone)),
     }
 

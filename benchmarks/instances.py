@@ -31,27 +31,27 @@ def run(workload: Workload, folder: Path) -> Iterator[Result]:
         publish_as(repository, NAME, name, instances=count)
     every = sorted(os.sched_getaffinity(0))
     try:
-        for cores in (each for each in CORES if each <= len(every)):
+        for cores in (count for count in CORES if count <= len(every)):
             os.sched_setaffinity(0, every[:cores])  # of all that is started from here, too
             there = {count: name for count, name in models.items() if count <= cores}
             with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[*there.values()]) as server:
                 for samples, clients in LOADS:
-                    seen: dict[int, list[Measured]] = {count: [] for count in there}
+                    measured: dict[int, list[Measured]] = {count: [] for count in there}
                     for _ in range(ROUNDS):
                         for count, name in there.items():
                             requests = folder / f"b{samples}.json"
-                            seen[count].append(load.run(server.grpc, name, requests, clients, SECONDS))
-                    yield from _ratios(seen, f"on_{cores}_cores", samples, clients)
+                            measured[count].append(load.run(server.grpc, name, requests, clients, SECONDS))
+                    yield from _ratios(measured, f"on_{cores}_cores", samples, clients)
     finally:
         os.sched_setaffinity(0, every)
 
 
-def _ratios(seen: dict[int, list[Measured]], where: str, samples: int, clients: int) -> Iterator[Result]:
+def _ratios(measured: dict[int, list[Measured]], where: str, samples: int, clients: int) -> Iterator[Result]:
     """Each number of instances ÷ one, of each round."""
-    for count, found in seen.items():
+    for count, repeats in measured.items():
         if count == 1:
             continue
-        both = zip(found, seen[1], strict=True)
+        both = zip(repeats, measured[1], strict=True)
         name = f"instances_{count}_over_1_{where}"
         if clients == 1:
             yield ratio_of(f"{name}_p50_c1_b{samples}", (more.p50_s / one.p50_s for more, one in both))

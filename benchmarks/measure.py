@@ -48,8 +48,8 @@ def ratio(name: str, value: float, spread: tuple[float, float] | None = None) ->
 
 def ratio_of(name: str, repeats: Iterable[float]) -> Result:
     """The median of a ratio that was measured several times, with its spread."""
-    found = sorted(repeats)
-    return ratio(name, found[len(found) // 2], (found[0], found[-1]))
+    ordered = sorted(repeats)
+    return ratio(name, ordered[len(ordered) // 2], (ordered[0], ordered[-1]))
 
 
 def interleave(

@@ -22,8 +22,8 @@ def in_memory(bundle: Path, threads: int = 1) -> Engine:
 
 def private_bytes(server: Server) -> int:
     """Memory that no file is behind: what is mapped of weights is the page cache's, whoever else has it mapped."""
-    found = [process.memory_info() for process in _processes(server)]
-    return sum(each.rss - each.shared for each in found)
+    memory = [process.memory_info() for process in _processes(server)]
+    return sum(process.rss - process.shared for process in memory)
 
 
 def huge_bytes(server: Server) -> int:

@@ -61,26 +61,29 @@ def run(_: Workload, folder: Path) -> list[Result]:
     for name, whole in {"dcn": dlrm_dcn(module()), "towers": Towers()}.items():
         export_model(whole, folder / "repository", name, replace(config, dense_widths=widths.get(name, {})))
     engines = {name: in_memory(folder / "repository" / name / "1") for name in ("dcn", "towers")}
-    asked = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
+    requests = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
     for engine in engines.values():
-        for each in asked:
-            shared, repeated = (engine.outputs(tensors)["scores"] for tensors in each)
+        for request_pair in requests:
+            shared, repeated = (engine.outputs(tensors)["scores"] for tensors in request_pair)
             np.testing.assert_allclose(shared, repeated, rtol=1e-5, atol=1e-5)
     with (
         run_server(folder / "repository", Ports(grpc=0, http=0, operations=0)) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
-        candidates = _candidates(client, engines, asked)
+        candidates = _candidates(client, engines, requests)
         times = {name: p50(seconds) for name, seconds in interleave(candidates, ROUNDS).items()}
     what = [name.removesuffix("_once") for name in times if name.endswith("_once")]
     return [
         *(Result(f"user_side_{name}_p50_n{ITEMS}_s", seconds) for name, seconds in times.items()),
         *(
-            ratio(f"repeated_over_once_{each}_p50_n{ITEMS}", times[f"{each}_repeated"] / times[f"{each}_once"])
-            for each in what
+            ratio(
+                f"repeated_over_once_{name}_p50_n{ITEMS}",
+                times[f"{name}_repeated"] / times[f"{name}_once"],
+            )
+            for name in what
         ),
-        ratio(f"repeated_over_once_bytes_sent_n{ITEMS}", _bytes(asked[0][1]) / _bytes(asked[0][0])),
-        ratio(f"repeated_over_once_ids_n{ITEMS}", asked[0][1].values.size / asked[0][0].values.size),
+        ratio(f"repeated_over_once_bytes_sent_n{ITEMS}", _bytes(requests[0][1]) / _bytes(requests[0][0])),
+        ratio(f"repeated_over_once_ids_n{ITEMS}", requests[0][1].values.size / requests[0][0].values.size),
     ]
 
 
@@ -104,20 +107,22 @@ def request(seed: int, keys: Any) -> Asked:
 
 def _bytes(tensors: Tensors) -> int:
     """What the tensors of a request take, as they travel."""
-    return tensors.values.nbytes + tensors.lengths.nbytes + sum(each.nbytes for each in tensors.dense.values())
+    return tensors.values.nbytes + tensors.lengths.nbytes + sum(array.nbytes for array in tensors.dense.values())
 
 
-def _candidates(client: Any, engines: Mapping[str, Engine], asked: Sequence[Asked]) -> dict[str, Callable[[], Any]]:
+def _candidates(
+    client: Any, engines: Mapping[str, Engine], requests: Sequence[Asked]
+) -> dict[str, Callable[[], Any]]:
     dense = triton.InferInput(DENSE, [1, ITEMS, WIDTH], "FP32")
-    dense.set_data_from_numpy(asked[0][0].dense[DENSE][np.newaxis])
+    dense.set_data_from_numpy(requests[0][0].dense[DENSE][np.newaxis])
     scores = [triton.InferRequestedOutput("scores")]
     candidates: dict[str, Callable[[], Any]] = {}
     for way, name in enumerate(WAYS):
-        parameters = {SHARED: ",".join(asked[0][way].shared)} if name == "once" else None
+        parameters = {SHARED: ",".join(requests[0][way].shared)} if name == "once" else None
         names = ("embeddings", SHARED)[: 2 - way]
-        outputs = [triton.InferRequestedOutput(each) for each in names]
-        tensors = cycle([each[way] for each in asked])
-        inputs = cycle([inputs_of(each[way]) for each in asked])
+        outputs = [triton.InferRequestedOutput(output) for output in names]
+        tensors = cycle([pair[way] for pair in requests])
+        inputs = cycle([inputs_of(pair[way]) for pair in requests])
 
         def looked_up(inputs: Any = inputs, outputs: Any = outputs, parameters: Any = parameters) -> Any:
             return client.infer("dcn", next(inputs), outputs=outputs, parameters=parameters)

@@ -74,8 +74,8 @@ def _compared(engines: dict[str, Engine]) -> Iterator[Result]:
         prepared = [indices_and_offsets(request) for request in requests]
         candidates = {}
         for name, engine in engines.items():
-            asked, alone = cycle(requests), cycle(prepared)
-            candidates[f"{name}_inprocess"] = lambda engine=engine, asked=asked: engine.outputs(next(asked))
+            endless, alone = cycle(requests), cycle(prepared)
+            candidates[f"{name}_inprocess"] = lambda engine=engine, endless=endless: engine.outputs(next(endless))
             operator = operators[name]
             candidates[f"{name}_operator"] = lambda operator=operator, alone=alone: operator(*next(alone))
         repeats = [

@@ -128,10 +128,10 @@ class PeerWorkload:
 
     def stored(self, number: int) -> GeneratedTable:
         """The float rows of a table."""
-        (table,) = (each for each in collect_tables(self.module()).tables if each.name == f"t{number}")
-        found = self.checkpoint()._stored_at(table.name, table.key)
-        assert isinstance(found, GeneratedTable)
-        return found
+        (table,) = (table for table in collect_tables(self.module()).tables if table.name == f"t{number}")
+        rows = self.checkpoint()._stored_at(table.name, table.key)
+        assert isinstance(rows, GeneratedTable)
+        return rows
 
     def _write_rows(self, path: Path, number: int, kind: str) -> None:
         """The rows, and one of zeros for padding."""
@@ -205,7 +205,7 @@ def dlrm(cap: int, name: str, sizes: Mapping[int, int] = SIZES, dim: int = 128) 
     Args:
         sizes: how many requests there are, by their number of samples.
     """
-    rows = [min(each, cap) for each in ROWS]
+    rows = [min(rows, cap) for rows in ROWS]
     features = list(enumerate(IDS_PER_SAMPLE))
     return PeerWorkload(name, rows, [dim] * len(rows), features, _uniform(rows, features, sizes))
 

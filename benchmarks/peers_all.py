@@ -35,9 +35,9 @@ def run(folder: Path) -> Iterator[Result]:
 
 
 def _workload(workload: PeerWorkload, folder: Path, rounds: int = peers_served.ROUNDS) -> Iterator[Result]:
-    here = folder / workload.name
-    bundle = workload.export(here / "repository")
-    workload.write(here / "rows", ["fp32", "int8"])
-    yield from peers_inprocess.run(workload, bundle, here / "rows")
-    yield from peers_served.run(workload, here, PEERS, rounds)
-    shutil.rmtree(here)
+    parent = folder / workload.name
+    bundle = workload.export(parent / "repository")
+    workload.write(parent / "rows", ["fp32", "int8"])
+    yield from peers_inprocess.run(workload, bundle, parent / "rows")
+    yield from peers_served.run(workload, parent, PEERS, rounds)
+    shutil.rmtree(parent)

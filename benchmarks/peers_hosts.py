@@ -43,9 +43,9 @@ def run(folder: Path) -> Iterator[Result]:
         fleet = stack.enter_context(run_local_hosts(router.path.parent.parent))
         ours = {"protocol": "ours", "address": fleet.router.grpc, "tolerance": TOLERANCE["int8"]}
         with ExitStack() as started:
-            yield from beside(workload, folder, ours, "redis_hosts", partial(_start_redis, started, folder))
+            yield from run_beside(workload, folder, ours, "redis_hosts", partial(_start_redis, started, folder))
         # Apart: Ray is busy when idle. Its actors are the load generator's.
-        yield from beside(workload, folder, ours, "ray_ranks", lambda: "")
+        yield from run_beside(workload, folder, ours, "ray_ranks", lambda: "")
         with Engine(router, HostsConfig(addresses=fleet.addresses, timeout_s=20.0)) as engine:
             yield from _in_process(workload, engine)
     shutil.rmtree(folder)
@@ -56,10 +56,10 @@ def features_by_host(router: Bundle) -> list[list[int]]:
     manifest = router.manifest
     host_of = {shard.table: manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards}
     features = [(number, host_of[feature.table]) for number, feature in enumerate(manifest.features)]
-    return [[number for number, at in features if at == host.host] for host in manifest.hosts]
+    return [[number for number, host_number in features if host_number == host.host] for host in manifest.hosts]
 
 
-def beside(
+def run_beside(
     workload: PeerWorkload, folder: Path, ours: dict[str, Any], name: str, start: Callable[[], str]
 ) -> Iterator[Result]:
     """Figures of a peer, and of ours that were taken in turn with it; or why it is absent.
@@ -78,12 +78,12 @@ def beside(
         raise RuntimeError(f"{workload.name}: our own server: {absent[MODEL]}")
     if name in absent:
         yield Result(f"{name}_absent", 1, unit="", note=absent[name])
-    found = {(line["candidate"], line["samples"]): line["p50_s"] for line in lines if "absent" not in line}
+    medians = {(line["candidate"], line["samples"]): line["p50_s"] for line in lines if "absent" not in line}
     for samples, _ in LOADS:
-        yield Result(f"routed_beside_{name}_p50_b{samples}_s", found[MODEL, samples])
+        yield Result(f"routed_beside_{name}_p50_b{samples}_s", medians[MODEL, samples])
         if name not in absent:
-            yield Result(f"{name}_p50_b{samples}_s", found[name, samples])
-            yield ratio(f"{name}_over_routed_p50_b{samples}", found[name, samples] / found[MODEL, samples])
+            yield Result(f"{name}_p50_b{samples}_s", medians[name, samples])
+            yield ratio(f"{name}_over_routed_p50_b{samples}", medians[name, samples] / medians[MODEL, samples])
 
 
 def _start_redis(stack: ExitStack, folder: Path) -> str:

@@ -15,7 +15,7 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.peer_servers import HERE, PEERS, Peer
 from benchmarks.peer_workload import MODEL, dlrm
-from benchmarks.peers_served import NOTHING, Comparison, Line, compare, seen
+from benchmarks.peers_served import NOTHING, Comparison, Line, compare, figures
 from benchmarks.scores_workload import OUTPUT, ScoresWorkload
 from benchmarks.sequences_workload import SequencesWorkload
 from benchmarks.served import publish_do_nothing
@@ -63,15 +63,15 @@ class Asked(Protocol):
 
 def run(folder: Path) -> Iterator[Result]:
     """DLRM_DCN with the 26 tables of DLRM-v2; answers a second of 32 clients, and p50 of one."""
-    yield from beside(NAME, ScoresWorkload.make(dlrm(ROW_CAP, NAME, dim=DIM)), folder, SERVERS)
+    yield from run_beside(NAME, ScoresWorkload.make(dlrm(ROW_CAP, NAME, dim=DIM)), folder, SERVERS)
 
 
 def run_sequences(folder: Path) -> Iterator[Result]:
     """A ranker over a user's history, beside the same servers."""
-    yield from beside(SEQUENCES_NAME, SequencesWorkload.make(), folder, SERVERS)
+    yield from run_beside(SEQUENCES_NAME, SequencesWorkload.make(), folder, SERVERS)
 
 
-def beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]) -> Iterator[Result]:
+def run_beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]) -> Iterator[Result]:
     """A whole model under all loads; answers a second of 32 clients, and p50 of one.
 
     Args:
@@ -91,7 +91,7 @@ def beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]
         publish_do_nothing(repository, samples, (1, samples, 1), like=MODEL, output=OUTPUT)
     yield from _in_process(name, workload, in_memory(bundle), folder / "rows")
     lines, absent = compare(Comparison(name, folder, LOADS, ROUNDS, TOLERANCE), servers)
-    yield from seen(name, lines, absent)
+    yield from figures(name, lines, absent)
     yield from ratios(lines, name)
     shutil.rmtree(folder)
 
@@ -106,22 +106,22 @@ def _in_process(what: str, workload: Asked, engine: Engine, rows: Path) -> Itera
         peer = Model(rows, "int8")
     for samples, times in ROUNDS_IN_PROCESS.items():
         saved = dict(np.load(rows / f"requests_{samples}.npz"))
-        ours, theirs = cycle(workload.tensors(samples)), cycle(zip(saved["ids"], saved["dense"], strict=True))
+        ours, peer_inputs = cycle(workload.tensors(samples)), cycle(zip(saved["ids"], saved["dense"], strict=True))
         candidates: dict[str, Callable[[], Any]] = {
             "ours": lambda ours=ours: engine.outputs(next(ours)),  # type: ignore[misc]
-            "peers": lambda theirs=theirs: peer(*next(theirs)),  # type: ignore[misc]
+            "peers": lambda peer_inputs=peer_inputs: peer(*next(peer_inputs)),  # type: ignore[misc]
         }
-        found = {name: p50(seconds) for name, seconds in interleave(candidates, times).items()}
-        for name, seconds in found.items():
+        medians = {name: p50(seconds) for name, seconds in interleave(candidates, times).items()}
+        for name, seconds in medians.items():
             yield Result(f"{what}_alone_{name}_p50_b{samples}_s", seconds)
-        yield ratio(f"peers_over_ours_{what}_inprocess_b{samples}", found["peers"] / found["ours"])
+        yield ratio(f"peers_over_ours_{what}_inprocess_b{samples}", medians["peers"] / medians["ours"])
 
 
 def ratios(lines: Sequence[Line], what: str = NAME) -> Iterator[Result]:
     """The best peer ÷ ours for each load: p50 of one client, the time that an answer takes of several."""
     for samples, clients in LOADS:
-        here = [line for line in lines if (line["samples"], line["clients"]) == (samples, clients)]
-        peers = [peer_over_ours(line) for line in here if line["candidate"] not in (MODEL, NOTHING)]
+        of_load = [line for line in lines if (line["samples"], line["clients"]) == (samples, clients)]
+        peers = [peer_over_ours(line) for line in of_load if line["candidate"] not in (MODEL, NOTHING)]
         if peers:
             best = min(peers)
             name = f"best_peer_over_ours_{what}_{'p50' if clients == 1 else f'c{clients}'}_b{samples}"

@@ -55,21 +55,23 @@ def run(workload: PeerWorkload, folder: Path, peers: Mapping[str, Peer], rounds:
     for samples in workload.requests:
         publish_do_nothing(folder / "repository", samples, (1, samples, workload.width), like=MODEL)
     lines, absent = compare(Comparison(workload.name, folder, rounds=rounds), peers)
-    yield from seen(workload.name, lines, absent)
+    yield from figures(workload.name, lines, absent)
     for samples, clients in LOADS:
-        here = {line["candidate"]: line for line in lines if (line["samples"], line["clients"]) == (samples, clients)}
-        ours, nothing = here.pop(MODEL), here.pop(NOTHING)
+        by_candidate = {
+            line["candidate"]: line for line in lines if (line["samples"], line["clients"]) == (samples, clients)
+        }
+        ours, nothing = by_candidate.pop(MODEL), by_candidate.pop(NOTHING)
         if clients == 1:
             yield ratio(f"ours_over_donothing_p50_{workload.name}_b{samples}", ours["p50_s"] / nothing["p50_s"])
-        if clients == 1 and here:
-            best = min(line["p50_s"] for line in here.values())
+        if clients == 1 and by_candidate:
+            best = min(line["p50_s"] for line in by_candidate.values())
             yield ratio(f"best_peer_over_ours_p50_{workload.name}_b{samples}", best / ours["p50_s"])
-        elif here:
-            best = max(line["answers_per_s"] for line in here.values())
+        elif by_candidate:
+            best = max(line["answers_per_s"] for line in by_candidate.values())
             yield ratio(f"ours_over_best_peer_rps_{workload.name}_b{samples}", ours["answers_per_s"] / best)
 
 
-def seen(workload: str, lines: Sequence[Line], absent: Mapping[str, str]) -> Iterator[Result]:
+def figures(workload: str, lines: Sequence[Line], absent: Mapping[str, str]) -> Iterator[Result]:
     """Figures of all candidates under all loads; and why others are absent."""
     for name, why in absent.items():
         yield Result(f"{workload}_{name}_absent", 1, unit="", note=why)
@@ -120,9 +122,9 @@ def _together(comparison: Comparison, ours: str, peers: Mapping[str, Peer]) -> t
         if name in absent:
             raise RuntimeError(f"{comparison.name}: our own server: {name}: {absent[name]}")
     # A peer that failed under a load has lines of those before.
-    found = [line for line in lines if line["candidate"] not in absent]
-    of_ours = {(line["samples"], line["clients"]): line for line in found if line["candidate"] == MODEL}
-    return [line | {"beside": of_ours[line["samples"], line["clients"]]} for line in found], absent
+    present = [line for line in lines if line["candidate"] not in absent]
+    of_ours = {(line["samples"], line["clients"]): line for line in present if line["candidate"] == MODEL}
+    return [line | {"beside": of_ours[line["samples"], line["clients"]]} for line in present], absent
 
 
 def drive(folder: Path, candidates: Mapping[str, Any], rounds: int, loads: Loads) -> list[Line]:

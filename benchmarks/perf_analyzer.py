@@ -69,9 +69,9 @@ class PerfAnalyzer:
                 break
 
         def number(pattern: str) -> float:
-            found = re.search(pattern, done.stdout)
-            assert found is not None, done.stdout + done.stderr
-            return float(found[1])
+            match = re.search(pattern, done.stdout)
+            assert match is not None, done.stdout + done.stderr
+            return float(match[1])
 
         return Measured(
             answers_per_s=number(r"throughput: ([0-9.]+)"),

@@ -19,7 +19,7 @@ class Quietness:
         self._before = cores_used(_SECONDS)
         self._began, self._stolen_s = time.monotonic(), _stolen_s()
 
-    def seen(self) -> dict[str, Any]:
+    def activity(self) -> dict[str, Any]:
         """How many cores others kept busy `before` the run and `after` it; and `stolen`, the share of all cores' time
         in between that a virtual machine's host did not give (proc_stat(5), steal). And whether that is `quiet`."""
         stolen = (_stolen_s() - self._stolen_s) / (time.monotonic() - self._began) / (os.cpu_count() or 1)

@@ -112,13 +112,13 @@ def _run_case(case: Case, one: Engine, folder: Path) -> Iterator[Result]:
 def _candidates(
     case: Case, engine: Engine, client: Any, requests: list[Arrays], nothing: FanOut
 ) -> dict[str, Callable[[], Any]]:
-    asked = cycle([asked_of(engine, request) for request in requests])
+    endless = cycle([asked_of(engine, request) for request in requests])
     routed, hop, local, whole = (cycle(requests) for _ in range(4))
     samples = requests[0].lengths.size // len(ROWS)
     return {
         "routed": lambda: _infer(client, case.name, next(routed)),
         "hop": lambda: _infer(client, do_nothing_name(samples), next(hop)),
-        "fan_out": lambda: nothing(next(asked)),
+        "fan_out": lambda: nothing(next(endless)),
         "engine": lambda: lookup(engine, next(local)),
         "one_host": lambda: _infer(client, NAME, next(whole)),
     }
@@ -126,12 +126,12 @@ def _candidates(
 
 def _alone(engine: Engine, requests: list[Arrays], hosts: FanOut) -> dict[str, Callable[[], Any]]:
     """Each host by itself, while the others have nothing to do."""
-    asked = [asked_of(engine, request) for request in requests]
-    return {f"alone_{rank}": partial(_ask_one, hosts, rank, cycle(asked)) for rank in hosts.ranks}
+    requests_by_rank = [asked_of(engine, request) for request in requests]
+    return {f"alone_{rank}": partial(_ask_one, hosts, rank, cycle(requests_by_rank)) for rank in hosts.ranks}
 
 
-def _ask_one(hosts: FanOut, rank: int, asked: "cycle[Asked]") -> None:
-    hosts({rank: next(asked)[rank]})
+def _ask_one(hosts: FanOut, rank: int, requests_by_rank: "cycle[Asked]") -> None:
+    hosts({rank: next(requests_by_rank)[rank]})
 
 
 def results(case: Case, samples: int, times: Times) -> Iterator[Result]:
@@ -151,11 +151,11 @@ class ProcessorTime:
     """Of an engine with hosts, for one request, in seconds.
 
     Attributes:
-        own: checks, split, own rank, merge.
+        checks_split_merge: checks, split, own rank, merge.
         calls: encoding, sending and reading calls.
     """
 
-    own: float
+    checks_split_merge: float
     calls: float
 
 
@@ -183,15 +183,15 @@ def apart(case: Case, samples: int, times: Times, processor: ProcessorTime) -> I
     slowest = np.max([seconds for name, seconds in times.items() if name.startswith("alone_")], axis=0)
     other_calls = processor.calls * (case.hosts - 1) / case.hosts
     where = f"_{case.name}_b{samples}"
-    yield Result(f"routed_cpu_per_host{where}_s", (processor.own + processor.calls) / case.hosts)
-    yield Result(f"own_work{where}_s", processor.own)
+    yield Result(f"routed_cpu_per_host{where}_s", (processor.checks_split_merge + processor.calls) / case.hosts)
+    yield Result(f"own_work{where}_s", processor.checks_split_merge)
     yield Result(f"other_calls{where}_s", other_calls)
     yield Result(f"slowest_alone_{case.name}_p50_b{samples}_s", p50(slowest))
-    apart = p50(times["hop"]) + processor.own + p50(slowest) + other_calls
+    apart = p50(times["hop"]) + processor.checks_split_merge + p50(slowest) + other_calls
     yield Result(f"apart_{case.name}_p50_b{samples}_s", apart)
     if slowest.size >= ENOUGH_FOR_P99:
         together = {"routed": times["routed"], "hop": times["hop"], "slowest_alone": slowest}
-        together["apart"] = times["hop"] + processor.own + slowest + other_calls
+        together["apart"] = times["hop"] + processor.checks_split_merge + slowest + other_calls
         for name, seconds in together.items():
             yield Result(f"{name}_{case.name}_p99_b{samples}_s", float(np.percentile(seconds, 99)))
 
@@ -205,9 +205,9 @@ def _bytes(case: Case, engine: Engine) -> Iterator[Result]:
         lookup(engine, Workload(engine.bundle.path).request(128, seed))
     moved = (sum(count.bytes_out + count.bytes_in for count in counts) - before) / REQUESTS
     traffic = host_traffic(engine.bundle.manifest, case.sharding, 128).values()
-    said = sum(sum(each.to_host.values()) + sum(each.to_router.values()) for each in traffic)
+    planned = sum(sum(host.to_host.values()) + sum(host.to_router.values()) for host in traffic)
     yield Result(f"routed_bytes_{case.name}_b128", moved, unit="B")
-    yield ratio(f"routed_bytes_over_plan_{case.name}_b128", moved / said)
+    yield ratio(f"routed_bytes_over_plan_{case.name}_b128", moved / planned)
 
 
 def _prepare_router(router: Bundle, one: Engine, addresses: Mapping[int, str]) -> Path:
@@ -223,8 +223,8 @@ def _prepare_router(router: Bundle, one: Engine, addresses: Mapping[int, str]) -
 def _check(client: Any, case: Case, engine: Engine, one: Engine, request: Arrays) -> None:
     """Every candidate that answers answers right."""
     expected = lookup(one, request)
-    for found in (_infer(client, case.name, request)[0], lookup(engine, request), _infer(client, NAME, request)[0]):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for answer in (_infer(client, case.name, request)[0], lookup(engine, request), _infer(client, NAME, request)[0]):
+        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-5)
 
 
 def _infer(client: Any, model: str, request: Arrays) -> Any:

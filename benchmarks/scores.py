@@ -39,10 +39,15 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     """
     torch.set_num_threads(1)
     repository, whole = folder / "repository", dlrm_dcn(module())
-    for name, dtype in {NAME: DenseDtype.FP32, **{f"{NAME}_{name}": each for name, each in NARROW.items()}}.items():
+    for name, dtype in {
+        NAME: DenseDtype.FP32,
+        **{f"{NAME}_{name}": dtype for name, dtype in NARROW.items()},
+    }.items():
         config = ExportConfig(scores=True, dense_dtype=dtype, serving=ServingSettings(max_busy_ms=10_000))
         export_model(whole, repository, name, config)
-    engines = {name: in_memory(repository / name / "1") for name in (NAME, *(f"{NAME}_{each}" for each in NARROW))}
+    engines = {
+        name: in_memory(repository / name / "1") for name in (NAME, *(f"{NAME}_{suffix}" for suffix in NARROW))
+    }
     results = []
     ports = Ports(grpc=0, http=0, operations=0)
     with run_server(repository, ports) as server, triton.InferenceServerClient(server.grpc) as client:
@@ -54,7 +59,9 @@ def run(workload: Workload, folder: Path) -> list[Result]:
                 for what, candidate in (("lookup", "lookup"), ("scores", "served")):
                     results += stages.run(server, NAME, what, candidates[candidate])
             cold = interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S)
-            results += [Result(f"scores_{name}_cold_p50_b{samples}_s", p50(each)) for name, each in cold.items()]
+            results += [
+                Result(f"scores_{name}_cold_p50_b{samples}_s", p50(seconds)) for name, seconds in cold.items()
+            ]
             results.append(ratio(f"scores_over_lookup_p50_b{samples}", times["served"] / times["lookup_and_dense"]))
             results.append(ratio(f"scores_over_inprocess_p50_b{samples}", times["served"] / times["inprocess"]))
             results += [
@@ -82,8 +89,8 @@ def _candidates(
 
     def lookup_and_dense() -> Any:
         inputs, numbers = next(by_hand)
-        found = client.infer(NAME, inputs, outputs=embeddings).as_numpy("embeddings")[0]
-        return program.score(found, [[numbers]], [samples])[0]["scores"]
+        looked_up = client.infer(NAME, inputs, outputs=embeddings).as_numpy("embeddings")[0]
+        return program.score(looked_up, [[numbers]], [samples])[0]["scores"]
 
     candidates: dict[str, Callable[[], Any]] = {
         "served": lambda: client.infer(NAME, next(served), outputs=scores).as_numpy("scores"),

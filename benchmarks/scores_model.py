@@ -41,9 +41,9 @@ def train(model: DLRM_DCN, requests: Sequence[KeyedJaggedTensor]) -> None:
     for step in range(_STEPS):
         embeddings = pooled[step % len(pooled)]
         dense = torch.rand(len(embeddings), WIDTH)
-        wanted = (embeddings * taste).sum((1, 2)) / embeddings.std() / taste.numel() ** 0.5 + (dense - 0.5) @ weight
+        logits = (embeddings * taste).sum((1, 2)) / embeddings.std() / taste.numel() ** 0.5 + (dense - 0.5) @ weight
         scores = model.over_arch(model.inter_arch(model.dense_arch(dense), embeddings)).squeeze(1)
-        loss = nn.functional.binary_cross_entropy_with_logits(scores, (wanted > 0).float())
+        loss = nn.functional.binary_cross_entropy_with_logits(scores, (logits > 0).float())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -55,7 +55,7 @@ def run(folder: Path) -> Iterator[Result]:
             yield from _measured(candidates, f"p50_b{samples}", rounds)
         yield from _measured(_candidates(client, engine, workload, 1), "cold_p50_b1", COLD_ROUNDS, PAUSE_S)
         yield from stages.run(server, MODEL, "histories", _candidates(client, engine, workload, 1)["served"])
-        yield from _once(client, engine, workload)
+        yield from _user_once(client, engine, workload)
 
 
 def _measured(candidates: Candidates, where: str, rounds: int, pause_s: float = 0.0) -> Iterator[Result]:
@@ -81,10 +81,10 @@ def _candidates(client: Any, engine: Engine, workload: SequencesWorkload, sample
     answers = engine.outputs(tensors[0])[OUTPUT], _served(client, inputs[0])
     for answer in answers:
         np.testing.assert_allclose(answer, expected, rtol=0, atol=TOLERANCE)
-    local, own, sent = cycle(tensors), cycle(tensors), cycle(inputs)
+    local, eager_inputs, sent = cycle(tensors), cycle(tensors), cycle(inputs)
     return {
         "inprocess": lambda: engine.outputs(next(local)),
-        "eager": lambda: workload.eager(next(own)),
+        "eager": lambda: workload.eager(next(eager_inputs)),
         "served": lambda: _served(client, next(sent)),
     }
 
@@ -102,24 +102,24 @@ def _served(client: Any, inputs: list[Any], parameters: Any = None) -> Any:
     return client.infer(MODEL, inputs, outputs=outputs, parameters=parameters).as_numpy(OUTPUT)[0]
 
 
-def _once(client: Any, engine: Engine, workload: SequencesWorkload) -> Iterator[Result]:
+def _user_once(client: Any, engine: Engine, workload: SequencesWorkload) -> Iterator[Result]:
     """500 items for one user: the history and the pooled features come once, or are repeated for each item."""
     users = workload.tensors(1)[:USERS]
     keys = list(engine.bundle.manifest.keys)
-    asked = [_for_items(user, keys, seed) for seed, user in enumerate(users)]
-    for shared, repeated in asked:
+    requests = [_for_items(user, keys, seed) for seed, user in enumerate(users)]
+    for shared, repeated in requests:
         expected = workload.eager(repeated)
-        for answer in (engine.outputs(each)[OUTPUT] for each in (shared, repeated)):
+        for answer in (engine.outputs(tensors)[OUTPUT] for tensors in (shared, repeated)):
             np.testing.assert_allclose(answer, expected, rtol=0, atol=TOLERANCE)
     candidates: dict[str, Callable[[], Any]] = {}
     for way, name in enumerate(("once", "repeated")):
-        local = cycle([each[way] for each in asked])
-        sent = cycle([_inputs(each[way]) for each in asked])
-        parameters = {SHARED: ",".join(asked[0][way].shared)} if name == "once" else None
+        local = cycle([pair[way] for pair in requests])
+        sent = cycle([_inputs(pair[way]) for pair in requests])
+        parameters = {SHARED: ",".join(requests[0][way].shared)} if name == "once" else None
         candidates[f"inprocess_{name}"] = lambda local=local: engine.outputs(next(local))  # type: ignore[misc]
         candidates[f"served_{name}"] = lambda sent=sent, how=parameters: _served(client, next(sent), how)  # type: ignore[misc]
-    own = cycle([repeated for _, repeated in asked])
-    candidates["eager"] = lambda: workload.eager(next(own))
+    eager_inputs = cycle([repeated for _, repeated in requests])
+    candidates["eager"] = lambda: workload.eager(next(eager_inputs))
     repeats = _repeats(candidates, ITEMS_ROUNDS)
     for name in candidates:
         yield Result(f"{NAME}_{name}_p50_n{ITEMS}_s", median(repeat[name] for repeat in repeats))
@@ -140,9 +140,9 @@ def _for_items(user: Tensors, keys: list[str], seed: int) -> tuple[Tensors, Tens
     assert keys[-1] == TARGET
 
     def tensors(times: int, shared: list[str]) -> Tensors:
-        at = np.repeat(rest, times)
-        values = user.values[ranges(starts[at], user.lengths[at].astype(np.int64))]
-        lengths = np.concatenate([user.lengths[at], np.ones(ITEMS, np.int32)])
+        keys_of_items = np.repeat(rest, times)
+        values = user.values[ranges(starts[keys_of_items], user.lengths[keys_of_items].astype(np.int64))]
+        lengths = np.concatenate([user.lengths[keys_of_items], np.ones(ITEMS, np.int32)])
         return replace(user, values=np.concatenate([values, items]), lengths=lengths, dense=dense, shared=shared)
 
     return tensors(1, [keys[number] for number in rest]), tensors(ITEMS, [])

@@ -73,16 +73,16 @@ def request(samples: int, seed: int) -> Arrays:
 
 
 def _candidates(client: Any, engine: Engine, requests: list[Arrays], samples: int) -> dict[str, Callable[[], Any]]:
-    inputs = [inputs_of(each) for each in requests]
-    tensors = [Tensors(None, each.values, each.lengths, outputs=(SEQUENCES,)) for each in requests]
+    inputs = [inputs_of(request) for request in requests]
+    tensors = [Tensors(None, request.values, request.lengths, outputs=(SEQUENCES,)) for request in requests]
     nothing = do_nothing_name(samples)
     answer = client.infer(NAME, inputs[0]).as_numpy(SEQUENCES)
     np.testing.assert_array_equal(answer.ravel(), engine.outputs(tensors[0])[SEQUENCES].ravel())
     assert client.infer(nothing, inputs[0]).as_numpy(SEQUENCES).nbytes == answer.nbytes
-    ours, theirs, local = cycle(inputs), cycle(inputs), cycle(tensors)
+    ours, nothing_inputs, local = cycle(inputs), cycle(inputs), cycle(tensors)
     return {
         "served": lambda: client.infer(NAME, next(ours)).as_numpy(SEQUENCES),
-        "donothing": lambda: client.infer(nothing, next(theirs)).as_numpy(SEQUENCES),
+        "donothing": lambda: client.infer(nothing, next(nothing_inputs)).as_numpy(SEQUENCES),
         "inprocess": lambda: engine.outputs(next(local)),
     }
 
@@ -91,11 +91,11 @@ def _many(server: Server, folder: Path) -> Iterator[Result]:
     """The models in turn, and the median of their rates."""
     write_requests(folder / "b1.json", [request(1, seed) for seed in range(REQUESTS)])
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
-    seen: dict[str, list[float]] = {NAME: [], do_nothing_name(1): []}
+    rates_by_model: dict[str, list[float]] = {NAME: [], do_nothing_name(1): []}
     for _ in range(TURNS):
-        for model, rates in seen.items():
+        for model, rates in rates_by_model.items():
             rates.append(load.run(server.grpc, model, folder / "b1.json", CLIENTS, SECONDS).answers_per_s)
-    served, nothing = map(median, seen.values())
+    served, nothing = map(median, rates_by_model.values())
     yield Result(f"sequences_served_c{CLIENTS}_b1", served, unit="/s")
     yield Result(f"sequences_donothing_c{CLIENTS}_b1", nothing, unit="/s")
     yield ratio(f"sequences_over_donothing_rps_c{CLIENTS}_b1", served / nothing)

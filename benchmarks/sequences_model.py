@@ -56,13 +56,13 @@ class Din(nn.Module):
         self.bags, self.items, self.history, self.target = bags, items, history, target
         width = sum(config.embedding_dim * len(config.feature_names) for config in bags.embedding_bag_configs())
         torch.manual_seed(0)
-        self.behind = Padded(width, items.embedding_dim())
+        self.dense = Padded(width, items.embedding_dim())
 
     def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:
         """Scores [B]."""
         rows: Mapping[str, JaggedTensor] = self.items(ids)
         history, target = rows[self.history], rows[self.target].to_padded_dense(1)[:, 0]
-        scores: Tensor = self.behind(
+        scores: Tensor = self.dense(
             self.bags(ids).values(), history.to_padded_dense(LONGEST), history.lengths(), target, dense_features
         )
         return scores
@@ -78,9 +78,9 @@ class JaggedDin(Din):
         lengths = rows[self.history].lengths()
         sample = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
         item = target[sample]
-        weights = self.behind.weigh(torch.cat([item, history, item - history, item * history], dim=1))
+        weights = self.dense.weigh(torch.cat([item, history, item - history, item * history], dim=1))
         attended = torch.zeros_like(target).index_add_(0, sample, weights * history)
-        return self.behind.top(self.bags(ids).values(), attended, target, dense_features)
+        return self.dense.top(self.bags(ids).values(), attended, target, dense_features)
 
 
 class _BehindRows(nn.Module):
@@ -90,12 +90,12 @@ class _BehindRows(nn.Module):
 
     def __init__(self, model: Din) -> None:
         super().__init__()
-        self.behind, self.dim, self.longest, self.width = model.behind, model.items.embedding_dim(), LONGEST, WIDTH
+        self.dense, self.dim, self.longest, self.width = model.dense, model.items.embedding_dim(), LONGEST, WIDTH
 
     def forward(self, rows: Tensor, dense: Tensor) -> Tensor:
         pooled = rows[:, : -(self.longest + 1) * self.dim]
         history = rows[:, pooled.size(1) : -self.dim].reshape(-1, self.longest, self.dim)
-        scores: Tensor = self.behind(
+        scores: Tensor = self.dense(
             pooled, history, dense[:, self.width], rows[:, -self.dim :], dense[:, : self.width]
         )
         return scores.unsqueeze(1)
@@ -113,15 +113,15 @@ def train(model: Din, requests: Sequence[KeyedJaggedTensor], steps: int = 100) -
     for parameter in (*model.bags.parameters(), *model.items.parameters()):
         parameter.requires_grad = False
     weight = torch.randn(WIDTH)
-    optimizer = torch.optim.Adam(model.behind.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.dense.parameters(), lr=3e-3)
     for step in range(steps):
         ids = requests[step % len(requests)]
         rows = model.items(ids)
         history, target = rows[model.history], rows[model.target].values()
         liking = (history.to_padded_dense(LONGEST).sum(1) * target).sum(1)
         dense = torch.rand(len(target), WIDTH)
-        wanted = liking / liking.std() + (dense - 0.5) @ weight
-        loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), (wanted > 0).float())
+        logits = liking / liking.std() + (dense - 0.5) @ weight
+        loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), (logits > 0).float())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

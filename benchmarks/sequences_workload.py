@@ -68,9 +68,9 @@ class SequencesWorkload:
 
     def jagged(self) -> JaggedDin:
         """The same model without padding. It shares the weights."""
-        found = JaggedDin(self.model.bags, self.model.items, HISTORY, TARGET)
-        found.behind = self.model.behind
-        return found.eval()
+        jagged = JaggedDin(self.model.bags, self.model.items, HISTORY, TARGET)
+        jagged.dense = self.model.dense
+        return jagged.eval()
 
     def tensors(self, samples: int) -> list[Tensors]:
         """The requests as we take them."""
@@ -130,6 +130,6 @@ def _model(tables: PeerWorkload) -> Din:
     pooled, items = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[config])
     with torch.no_grad():
         for number, rows in enumerate(tables.rows):
-            held = items.embeddings if number == ITEM_TABLE else pooled.embedding_bags
-            held[f"t{number}"].weight.copy_(tables.stored(number).read(0, rows))
+            collection = items.embeddings if number == ITEM_TABLE else pooled.embedding_bags
+            collection[f"t{number}"].weight.copy_(tables.stored(number).read(0, rows))
     return Din(pooled, items, HISTORY, TARGET)

@@ -57,10 +57,10 @@ def run(workload: Workload) -> list[Result]:
 def _candidates(
     client: Any, engine: Engine, requests: list[Arrays], inputs: list[Any], samples: int
 ) -> dict[str, Callable[[], Any]]:
-    ours, theirs, local = cycle(inputs), cycle(inputs), cycle(requests)
+    ours, nothing_inputs, local = cycle(inputs), cycle(inputs), cycle(requests)
     return {
         "served": lambda: client.infer(NAME, next(ours)).as_numpy("embeddings"),
-        "donothing": lambda: client.infer(do_nothing_name(samples), next(theirs)).as_numpy("embeddings"),
+        "donothing": lambda: client.infer(do_nothing_name(samples), next(nothing_inputs)).as_numpy("embeddings"),
         "inprocess": lambda: lookup(engine, next(local)),
     }
 

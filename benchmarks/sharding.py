@@ -53,7 +53,7 @@ def run(one_rank: Workload, folder: Path) -> list[Result]:
             else:
                 candidates["ours"] = _ours(engine, requests)
             if cut in peers:
-                candidates["torchrec"] = _theirs(peers[cut], requests)
+                candidates["torchrec"] = _torchrec_calls(peers[cut], requests)
             times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
             results += _results(times, "" if engine is whole else f"_{cut[0]}_{cut[1]}", f"_b{samples}")
     return results
@@ -74,10 +74,10 @@ def _results(times: dict[str, float], cut: str, batch: str) -> list[Result]:
 
 def _check(engine: Engine, by_feature: Callable[[Arrays], dict[str, torch.Tensor]], request: Arrays) -> None:
     """Both sides give the same answers."""
-    theirs = by_feature(request)
+    torchrec_answer = by_feature(request)
     ours = lookup(engine, request)
     names = [feature.name for feature in engine.bundle.manifest.features]
-    joined = np.concatenate([theirs[name].numpy() for name in names], axis=1)
+    joined = np.concatenate([torchrec_answer[name].numpy() for name in names], axis=1)
     np.testing.assert_allclose(ours, joined, rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +99,7 @@ def _checked(engine: Engine, requests: list[Arrays]) -> Callable[[], Any]:
     return lambda: lookup(engine, next(prepared))
 
 
-def _theirs(scripted: Any, requests: list[Arrays]) -> Callable[[], Any]:
+def _torchrec_calls(scripted: Any, requests: list[Arrays]) -> Callable[[], Any]:
     prepared = cycle(_tensors(requests))
     return lambda: scripted(*next(prepared))
 

@@ -68,8 +68,8 @@ def _counted(server: Server, model: str) -> Mapping[str, float]:
 
     def total(counter: str, *labels: str) -> float:
         lines = re.findall(rf"^{counter}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
-        wanted = {f'model="{model}"', *labels}
-        return sum(float(number) for said, number in lines if wanted <= {*said.split(",")})
+        labels_of_model = {f'model="{model}"', *labels}
+        return sum(float(number) for said, number in lines if labels_of_model <= {*said.split(",")})
 
     return {
         **{stage: 1e-6 * total(counter) for stage, counter in TRITON.items()},

@@ -40,11 +40,11 @@ def run(workload: Workload) -> Iterator[Result]:
             for engine in engines.values():
                 np.testing.assert_array_equal(lookup(engine, request), expected)
         for count in counts():
-            pair = {each: _asking(engines[each], requests) for each in (1, count)}
+            pair = {count_: _asking(engines[count_], requests) for count_ in (1, count)}
             repeats = []
             for _ in range(REPEATS):
-                times = interleave({str(each): ask for each, ask in pair.items()}, rounds)
-                repeats.append([p50(times[str(each)]) for each in pair])
+                times = interleave({str(count_): ask for count_, ask in pair.items()}, rounds)
+                repeats.append([p50(times[str(count_)]) for count_ in pair])
             one, several = np.median(repeats, axis=0).tolist()
             if count == counts()[0]:
                 yield Result(f"threads_1_p50_b{samples}_s", one)
@@ -55,5 +55,5 @@ def run(workload: Workload) -> Iterator[Result]:
 
 
 def _asking(engine: Engine, requests: list[Arrays]) -> Callable[[], Any]:
-    each = cycle(requests)
-    return lambda: lookup(engine, next(each))
+    endless = cycle(requests)
+    return lambda: lookup(engine, next(endless))

@@ -62,11 +62,11 @@ def _closed(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
     for samples in SAMPLES:
         rates = {}
         for clients in CLIENTS:
-            seen = load.run(server.grpc, NAME, folder / f"b{samples}.json", clients, SECONDS)
-            rates[clients] = seen.answers_per_s
-            yield Result(f"served_c{clients}_b{samples}", seen.answers_per_s, unit="/s")
-            yield Result(f"served_c{clients}_b{samples}_p50_s", seen.p50_s)
-            yield Result(f"served_c{clients}_b{samples}_p99_s", seen.p99_s)
+            measured = load.run(server.grpc, NAME, folder / f"b{samples}.json", clients, SECONDS)
+            rates[clients] = measured.answers_per_s
+            yield Result(f"served_c{clients}_b{samples}", measured.answers_per_s, unit="/s")
+            yield Result(f"served_c{clients}_b{samples}_p50_s", measured.p50_s)
+            yield Result(f"served_c{clients}_b{samples}_p99_s", measured.p99_s)
         for clients in (8, 32):
             yield ratio(f"cost_per_id_c{clients}_over_c1_b{samples}", rates[1] / rates[clients])
 
@@ -74,21 +74,21 @@ def _closed(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
 def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result]:
     """32 clients with one sample each; the models in turn, and the median of their rates."""
     nothing = do_nothing_name(1)
-    seen: dict[str, list[Measured]] = {model: [] for model in (NAME, nothing, SINGLE, TWO, TWO_NOTHING)}
+    by_model: dict[str, list[Measured]] = {model: [] for model in (NAME, nothing, SINGLE, TWO, TWO_NOTHING)}
     for _ in range(ROUNDS):
-        for model, found in seen.items():
-            found.append(load.run(server.grpc, model, folder / "b1.json", 32, SECONDS))
-    rates = {model: [each.answers_per_s for each in found] for model, found in seen.items()}
+        for model, repeats in by_model.items():
+            repeats.append(load.run(server.grpc, model, folder / "b1.json", 32, SECONDS))
+    rates = {model: [repeat.answers_per_s for repeat in repeats] for model, repeats in by_model.items()}
     shown = {nothing: "donothing", TWO_NOTHING: "donothing_two_instances", TWO: "two_instances", SINGLE: SINGLE}
     for model, name in shown.items():
         yield Result(f"{name}_c32_b1", median(rates[model]), unit="/s")
-    for name, ours, theirs in (
+    for name, ours, peer in (
         ("served_over_donothing_rps_c32_b1", NAME, nothing),
         ("served_over_donothing_rps_c32_b1_two_instances", TWO, TWO_NOTHING),
         ("two_instances_over_one_rps_c32_b1", TWO, NAME),
         ("merged_over_single_rps_c32_b1", NAME, SINGLE),
     ):
-        yield ratio_of(name, (one / other for one, other in zip(rates[ours], rates[theirs], strict=True)))
+        yield ratio_of(name, (one / other for one, other in zip(rates[ours], rates[peer], strict=True)))
 
 
 def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Result]:
@@ -100,13 +100,13 @@ def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Resu
         try:
             with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME]) as with_glibc:
                 for clients, samples in ((1, 1), (32, 1), (1, 128)):
-                    seen = [
-                        [load.run(each.grpc, NAME, folder / f"b{samples}.json", clients, SECONDS).answers_per_s
-                         for each in (with_tcmalloc, with_glibc)]
+                    rates = [
+                        [load.run(server_.grpc, NAME, folder / f"b{samples}.json", clients, SECONDS).answers_per_s
+                         for server_ in (with_tcmalloc, with_glibc)]
                         for _ in range(ROUNDS)
                     ]  # fmt: skip
                     yield ratio_of(
-                        f"tcmalloc_over_glibc_rps_c{clients}_b{samples}", (ours / its for ours, its in seen)
+                        f"tcmalloc_over_glibc_rps_c{clients}_b{samples}", (ours / its for ours, its in rates)
                     )
         finally:
             for name in (*GLIBC, "LD_PRELOAD"):
@@ -116,8 +116,12 @@ def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Resu
 def _open(server: Server, workload: Workload) -> Iterator[Result]:
     bundle = open_bundle(workload.bundle)
     with LookupClient(server.grpc, NAME, 20) as client:
-        asked = [workload.request(1, seed) for seed in range(REQUESTS)]
-        requests = prepare(NAME, [Tensors(None, each.values, each.lengths) for each in asked], client.info())
+        workload_requests = [workload.request(1, seed) for seed in range(REQUESTS)]
+        requests = prepare(
+            NAME,
+            [Tensors(None, request.values, request.lengths) for request in workload_requests],
+            client.info(),
+        )
     for rate in RATES:
         load = Traffic(clients=0, rate=rate, seconds=5, repeats=1, warm_up_s=1, check=0.01)
         runs = generate(server.grpc, requests, load, timeout_s=5, bundle=bundle)

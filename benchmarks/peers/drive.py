@@ -80,27 +80,27 @@ class TorchServe(Grpc):
     def __init__(self) -> None:
         file = descriptor_pb2.FileDescriptorProto(name="peers.proto", package="peers", syntax="proto3")
         kinds = descriptor_pb2.FieldDescriptorProto
-        asked = file.message_type.add(name="PredictionsRequest")
-        asked.field.add(name="model_name", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
-        entry = asked.nested_type.add(name="InputEntry")
+        request = file.message_type.add(name="PredictionsRequest")
+        request.field.add(name="model_name", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
+        entry = request.nested_type.add(name="InputEntry")
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
         entry.field.add(name="value", number=2, type=kinds.TYPE_BYTES, label=kinds.LABEL_OPTIONAL)
         entry_type = ".peers.PredictionsRequest.InputEntry"
-        asked.field.add(
+        request.field.add(
             name="input", number=3, type=kinds.TYPE_MESSAGE, label=kinds.LABEL_REPEATED, type_name=entry_type
         )
         answered = file.message_type.add(name="PredictionResponse")
         answered.field.add(name="prediction", number=1, type=kinds.TYPE_BYTES, label=kinds.LABEL_OPTIONAL)
         pool = descriptor_pool.DescriptorPool()
         pool.Add(file)
-        self.asked, self.answered = (
+        self.request, self.answered = (
             message_factory.GetMessageClass(pool.FindMessageTypeByName(f"peers.{name}"))
             for name in ("PredictionsRequest", "PredictionResponse")
         )
 
     def prepare(self, arrays: Arrays, ours: bytes) -> object:
-        return self.asked(model_name="tables", input={"data": pack(arrays)}).SerializeToString()
+        return self.request(model_name="tables", input={"data": pack(arrays)}).SerializeToString()
 
     def read(self, answer: bytes, samples: int) -> np.ndarray:
         return np.frombuffer(self.answered.FromString(answer).prediction, np.float32).reshape(samples, -1)
@@ -186,10 +186,10 @@ class Candidate:
 
         async def one() -> None:
             nonlocal turn
-            while (asked := time.perf_counter()) < started + seconds:
+            while (started_at := time.perf_counter()) < started + seconds:
                 turn += 1
                 await call(requests[turn % len(requests)])
-                latencies.append(time.perf_counter() - asked)
+                latencies.append(time.perf_counter() - started_at)
 
         async with asyncio.TaskGroup() as group:  # ends the others when one fails
             for _ in range(clients):
@@ -206,13 +206,13 @@ async def main(plan: dict) -> None:
     requests = {samples: dict(np.load(folder / f"requests_{samples}.npz")) for samples in plan["samples"]}
     up: list[tuple[Candidate, Call]] = []
     stack = []
-    for name, each in plan["candidates"].items():
-        candidate = Candidate(each, name, folder)
+    for name, description in plan["candidates"].items():
+        candidate = Candidate(description, name, folder)
         for samples, saved in requests.items():
-            asked = {name: saved[name] for name in ("ids", "dense") if name in saved}
+            inputs = {name: saved[name] for name in ("ids", "dense") if name in saved}
             candidate.requests[samples] = [
                 candidate.protocol.prepare(
-                    {name: each[number] for name, each in asked.items()}, saved["ours"][start:end].tobytes()
+                    {name: array[number] for name, array in inputs.items()}, saved["ours"][start:end].tobytes()
                 )
                 for number, (start, end) in enumerate(pairwise(saved["ends"]))
             ]
@@ -231,20 +231,20 @@ async def main(plan: dict) -> None:
         stack.append(context)
         up.append((candidate, call))
     for samples, clients in plan["loads"]:
-        seen = {candidate.name: [] for candidate, _ in up}
+        runs_by_candidate = {candidate.name: [] for candidate, _ in up}
         for round_ in range(plan["rounds"] + 1):
             for candidate, call in random.sample(up, len(up)):
                 seconds = plan["seconds"] if round_ else plan["warm_up_s"]
                 try:
-                    found = await candidate.closed(call, samples, clients, seconds)
+                    run = await candidate.closed(call, samples, clients, seconds)
                 except ExceptionGroup as errors:
                     say_absent(candidate.name, errors.exceptions[0])
                     up.remove((candidate, call))
                     continue
                 if round_:
-                    seen[candidate.name].append(found)
+                    runs_by_candidate[candidate.name].append(run)
         for candidate, _ in up:
-            name, runs = candidate.name, seen[candidate.name]
+            name, runs = candidate.name, runs_by_candidate[candidate.name]
             latencies = np.concatenate([latencies for latencies, _ in runs])
             rates = [len(latencies) / seconds for latencies, seconds in runs]
             line = {

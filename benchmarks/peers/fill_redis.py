@@ -26,21 +26,21 @@ def main(folder: Path, port: int, host: int | None) -> None:
                 raise
             time.sleep(0.1)
     spec = json.loads((folder / "tables.json").read_text())
-    asked = [np.load(path)["ids"].reshape(-1, sum(each["ids"] for each in spec["features"]))
+    requests = [np.load(path)["ids"].reshape(-1, sum(feature["ids"] for feature in spec["features"]))
              for path in folder.glob("requests_*.npz")]  # fmt: skip
-    ids = np.concatenate(asked)
+    ids = np.concatenate(requests)
     start = 0
-    here = range(len(spec["features"])) if host is None else json.loads((folder / "hosts.json").read_text())[host]
+    features = range(len(spec["features"])) if host is None else json.loads((folder / "hosts.json").read_text())[host]
     for number, feature in enumerate(spec["features"]):
         table = feature["table"]
         columns = ids[:, start : start + feature["ids"]]
         start += feature["ids"]
-        if number not in here:
+        if number not in features:
             continue
         shape = spec["tables"][table]["rows"], spec["tables"][table]["dim"]
         rows = np.memmap(folder / f"{table}.fp32", np.float32, mode="r", shape=shape)
-        wanted = np.unique(columns)
-        for part in np.array_split(wanted, max(1, wanted.size // 2000)):
+        unique_ids = np.unique(columns)
+        for part in np.array_split(unique_ids, max(1, unique_ids.size // 2000)):
             client.mset({b"%d:%d" % (table, id_): rows[id_].tobytes() for id_ in part.tolist()})
 
 

@@ -29,8 +29,8 @@ class RedisHosts(Redis):
     async def connected(self, address: str) -> AsyncIterator[Call]:
         with ExitStack() as stack:
             connections = []
-            for each in address.split(","):
-                host, _, port = each.rpartition(":")
+            for host_address in address.split(","):
+                host, _, port = host_address.rpartition(":")
                 client = stack.enter_context(redis.Redis(host=host, port=int(port)))
                 connections.append(client.connection_pool.get_connection())
 
@@ -38,8 +38,8 @@ class RedisHosts(Redis):
                 keys, where, bags, samples = prepared
                 for connection, key in zip(connections, keys, strict=True):
                     connection.send_command("MGET", *key)
-                found = [connection.read_response() for connection in connections]
-                return self.pool([row for host, here in where for row in found[host][here]], bags, samples)
+                answers = [connection.read_response() for connection in connections]
+                return self.pool([row for host, rows in where for row in answers[host][rows]], bags, samples)
 
             yield call
 
@@ -49,12 +49,12 @@ class RedisHosts(Redis):
         bounds = np.cumsum([0, *(int(lengths.sum()) for _, lengths in bags)]).tolist()
         keys, where = [], {}
         for host, features in enumerate(self.hosts):
-            here: list[bytes] = []
+            host_keys: list[bytes] = []
             for feature in features:
                 there = flat[bounds[feature] : bounds[feature + 1]]
-                where[feature] = host, slice(len(here), len(here) + len(there))
-                here += there
-            keys.append(here)
+                where[feature] = host, slice(len(host_keys), len(host_keys) + len(there))
+                host_keys += there
+            keys.append(host_keys)
         return keys, [where[feature] for feature in range(len(bags))], bags, samples
 
 
@@ -91,8 +91,8 @@ class RayRanks:
 
         async def call(ids: object) -> np.ndarray:
             parts = [np.concatenate([ids[:, column] for column in columns], 1) for columns in self.ids]
-            asked = [actor.__call__.remote(part) for actor, part in zip(actors, parts, strict=True)]
-            sums = ray.get(asked)
+            pending = [actor.__call__.remote(part) for actor, part in zip(actors, parts, strict=True)]
+            sums = ray.get(pending)
             return np.concatenate([sums[host][:, columns] for host, columns in self.columns], 1)
 
         yield call

@@ -36,10 +36,10 @@ class Redis:
         keys, bags, start = [], [], 0
         for feature in self.spec["features"]:
             table, width = feature["table"], feature["ids"]
-            asked = ids[:, start : start + width]
+            table_ids = ids[:, start : start + width]
             start += width
-            there = asked < self.spec["tables"][table]["rows"] - 1  # the last row is padding
-            keys += [b"%d:%d" % (table, id_) for id_ in asked[there].tolist()]
+            there = table_ids < self.spec["tables"][table]["rows"] - 1  # the last row is padding
+            keys += [b"%d:%d" % (table, id_) for id_ in table_ids[there].tolist()]
             bags.append((self.spec["tables"][table]["dim"], there.sum(1)))
         return keys, bags, len(ids)
 
@@ -50,10 +50,10 @@ class Redis:
             numbers = np.frombuffer(b"".join(rows[start : start + count]), np.float32).reshape(count, dim)
             start += count
             sums = np.zeros((samples, dim), np.float32)
-            asked = lengths > 0
+            has_ids = lengths > 0
             if count:
-                firsts = (np.cumsum(lengths) - lengths)[asked]
-                sums[asked] = np.add.reduceat(numbers, firsts)
+                firsts = (np.cumsum(lengths) - lengths)[has_ids]
+                sums[has_ids] = np.add.reduceat(numbers, firsts)
             parts.append(sums)
         return np.concatenate(parts, 1)
 

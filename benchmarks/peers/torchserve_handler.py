@@ -11,5 +11,5 @@ class Lookup:
         self.model = Model.from_environment()
 
     def handle(self, data, context):
-        requests = [unpack(each["data"], self.model.inputs) for each in data]
-        return [each.tobytes() for each in self.model.together(requests)]
+        requests = [unpack(item["data"], self.model.inputs) for item in data]
+        return [answer.tobytes() for answer in self.model.together(requests)]

@@ -1,4 +1,4 @@
-"""Callers that ask a router all the time, and what they met."""
+"""Callers that send lookups to a router all the time, and the outcomes."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 
 SAMPLES = 16
-# Between two lookups of a caller: the machine has other work, such as an export.
+# Pause between two lookups of a caller, in seconds: the machine has other work, such as an export.
 PAUSE_S = 0.05
 
 
 @dataclass
-class Seen:
-    """What callers met since the last time that somebody looked."""
+class Outcomes:
+    """The outcomes of lookups in a period of time."""
 
     answers: Counter[int] = field(default_factory=Counter)
     wrong: int = 0
@@ -29,7 +29,7 @@ class Seen:
     took_s: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """In one sentence."""
+        """One line of text."""
         by_version = ", ".join(f"{count:,} of version {version}" for version, count in sorted(self.answers.items()))
         median = f"{1000 * np.median(self.took_s):.1f} ms" if self.took_s else "no"
         return (
@@ -53,52 +53,52 @@ def requests() -> list[dict[str, Any]]:
 
 
 class Callers:
-    """Callers that ask all the time. The first answer of a version to a request is what all others have to be."""
+    """Callers that send requests all the time. All answers of a version to a request must equal the first one."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._requests = requests()
         self._small = {name for name, rows in zip(self._requests[0], ROWS, strict=True) if rows <= SMALL}
-        self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
-        self._seen, self._lock, self._ended = Seen(), threading.Lock(), threading.Event()
-        self._kept = 0
+        self._first_answers: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._current, self._lock, self._ended = Outcomes(), threading.Lock(), threading.Event()
+        self._small_answered = 0
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(2)]
 
     def __enter__(self) -> "Callers":
-        for each in self._threads:
-            each.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        for each in self._threads:
-            each.join()
+        for thread in self._threads:
+            thread.join()
 
-    def seen(self) -> Seen:
-        """What they met since the last time."""
+    def window(self) -> Outcomes:
+        """The outcomes since the last call."""
         with self._lock:
-            seen, self._seen = self._seen, Seen()
-            return seen
+            finished, self._current = self._current, Outcomes()
+            return finished
 
     def refused(self) -> int:
-        """How many requests were refused since `seen` was called."""
-        return self._seen.errors.total()
+        """How many requests were refused since `window` was called."""
+        return self._current.errors.total()
 
     def answered(self, version: int) -> int:
-        """How many requests a version answered since `seen` was called."""
-        return self._seen.answers[version]
+        """How many requests a version answered since `window` was called."""
+        return self._current.answers[version]
 
-    def kept(self) -> int:
+    def small_answered(self) -> int:
         """How many requests for the router's own tables were answered so far."""
-        return self._kept
+        return self._small_answered
 
     def _ask(self, number: int) -> None:
         with LookupClient(self._address, MODEL, 5, retries=Retries(attempts=1)) as client:
             while not self._ended.is_set():
                 for index, request in enumerate(self._requests):
                     small = number == 1 and index % 2 == 1
-                    asked = {each: request[each] for each in self._small} if small else request
-                    self._one(client, index, asked, small)
+                    tables = {name: request[name] for name in self._small} if small else request
+                    self._one(client, index, tables, small)
                     time.sleep(PAUSE_S)
 
     def _one(self, client: LookupClient, index: int, request: Mapping[str, Any], small: bool) -> None:
@@ -107,12 +107,12 @@ class Callers:
             answer = client.lookup(request)
         except ServingError as error:
             with self._lock:
-                self._seen.errors[str(error)] += 1
+                self._current.errors[str(error)] += 1
             return
         with self._lock:
-            known = self._known.setdefault((answer.version, index + 100 * small), answer)
-            is_same = all(np.array_equal(answer[name].view(np.uint32), known[name].view(np.uint32)) for name in known)
-            self._seen.answers[answer.version] += 1
-            self._seen.wrong += not is_same
-            self._seen.took_s.append(time.monotonic() - started)
-            self._kept += small
+            first_answer = self._first_answers.setdefault((answer.version, index + 100 * small), answer)
+            is_same = all(answer[name].tobytes() == first_answer[name].tobytes() for name in first_answer)
+            self._current.answers[answer.version] += 1
+            self._current.wrong += not is_same
+            self._current.took_s.append(time.monotonic() - started)
+            self._small_answered += small

@@ -73,19 +73,19 @@ def serve(
     """Start all servers, until `stack` ends; ask them, and say what memory each takes."""
     groups = [stack.enter_context(memory_limit(f"tbe-demo-{os.getpid()}-{host}")) for host in range(HOSTS)]
     servers = [
-        served(model.parent, place, group)
-        for model, place, group in zip(repositories.hosts, places, groups, strict=True)
+        served(model.parent, machine, group)
+        for model, machine, group in zip(repositories.hosts, places, groups, strict=True)
     ]
     with ThreadPoolExecutor(HOSTS) as pool:
         hosts = list(pool.map(stack.enter_context, servers))
-    addresses = [part for host, place in enumerate(places) for part in ("--host", f"{host}={place.address}:8401")]
+    addresses = [part for host, machine in enumerate(places) for part in ("--host", f"{host}={machine.address}:8401")]
     configure = [sys.executable, "-m", "serving", "configure", str(repositories.router), "--instances", "2"]
     subprocess.run([*configure, *addresses], check=True, stdout=subprocess.DEVNULL)
     routing = stack.enter_context(served(repositories.router.parent, router, None))
     report.say(f"Four hosts and a router, {where}.")
     callers = stack.enter_context(Callers(f"{router.address}:8401"))
     time.sleep(5)
-    report.say(f"Lookups of {SAMPLES} samples, {SAMPLES * sum(IDS_PER_SAMPLE):,} ids: {callers.seen().line()}.")
+    report.say(f"Lookups of {SAMPLES} samples, {SAMPLES * sum(IDS_PER_SAMPLE):,} ids: {callers.window().line()}.")
     report.say("")
     report.say("| server | memory (PSS) | limit | its tables |")
     report.say("|---|---|---|---|")
@@ -101,20 +101,21 @@ def serve(
 
 def kill(report: Report, host: "subprocess.Popen[str]", callers: Callers) -> None:
     """Kill a host's tritonserver, and see it come back."""
-    kept = callers.kept()
+    before = callers.small_answered()
     (triton,) = psutil.Process(host.pid).children()
     triton.kill()
     wait_for(callers.refused, "a lookup notices")
     time.sleep(0.2)
-    lost = callers.seen()
-    wait_for(lambda: callers.answered(1) > 20 + callers.kept() - kept, "lookups are answered again")
-    back = callers.seen()
+    lost = callers.window()
+    wait_for(lambda: callers.answered(1) > 20 + callers.small_answered() - before, "lookups are answered again")
+    back = callers.window()
     (said, _), *_ = lost.errors.most_common()
     report.say(f"Lookups that need it are refused: `{said}`.")
     refused = (lost.errors + back.errors).total()
     report.say(
-        f"Meanwhile {callers.kept() - kept:,} lookups of the router's tables were answered. `tbe-serve run` "
-        f"started the host anew: {refused:,} lookups were refused, {lost.wrong + back.wrong} answers were wrong."
+        f"Meanwhile {callers.small_answered() - before:,} lookups of the router's tables were answered. "
+        f"`tbe-serve run` restarted the host: {refused:,} lookups were refused, "
+        f"{lost.wrong + back.wrong} answers were wrong."
     )
 
 
@@ -124,10 +125,10 @@ def roll_out(report: Report, repositories: Repositories, places: Sequence[Place]
     repositories.export(2)
     exported_s = time.monotonic() - began
     repositories.distribute(2)
-    callers.seen()
+    callers.window()
     repositories.release_on_hosts(1, 2)
-    for place, model in zip(places, repositories.hosts, strict=True):
-        wait_for(partial(serves, place, model.name, 2), f"{model.name} 2")
+    for machine, model in zip(places, repositories.hosts, strict=True):
+        wait_for(partial(serves, machine, model.name, 2), f"{model.name} 2")
     repositories.release_on_router(2)
     wait_for(lambda: callers.answered(2), "the router's version 2")
     time.sleep(5)
@@ -137,7 +138,7 @@ def roll_out(report: Report, repositories: Repositories, places: Sequence[Place]
         f"Exported in {exported_s:.0f} s. Hosts loaded it beside version 1, then the router, then the hosts "
         "unloaded version 1."
     )
-    report.say(f"Meanwhile: {callers.seen().line()}. Every answer is all of one version.")
+    report.say(f"Meanwhile: {callers.window().line()}. Every answer is all of one version.")
 
 
 def wait_for(holds: Callable[[], object], what: str) -> None:
@@ -149,11 +150,11 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
-def serves(place: Place, model: str, version: int) -> bool:
+def serves(machine: Place, model: str, version: int) -> bool:
     """Whether a version of a host's model answers."""
-    with grpc.insecure_channel(f"{place.address}:8401") as channel, suppress(grpc.RpcError):
-        asked = ModelReadyRequest(name=model, version=str(version))
-        return bool(unary(channel, "ModelReady")(asked, timeout=5).ready)
+    with grpc.insecure_channel(f"{machine.address}:8401") as channel, suppress(grpc.RpcError):
+        request = ModelReadyRequest(name=model, version=str(version))
+        return bool(unary(channel, "ModelReady")(request, timeout=5).ready)
     return False
 
 
@@ -168,7 +169,7 @@ def main() -> None:
         run(places, Place("127.0.0.1"), "on loopback addresses of one machine")
         return
     with lan(1 + HOSTS) as network:
-        machines = json.dumps([[each.name, each.address] for each in network.machines])
+        machines = json.dumps([[machine.name, machine.address] for machine in network.machines])
         command = [*network.machines[0].within, sys.executable, "-m", "examples.hosts.demo", network.bridge, machines]
         with subprocess.Popen(command) as process:
             try:
@@ -181,8 +182,8 @@ def main() -> None:
 def on_machines(bridge: str, machines: str) -> None:
     """The demo, in a process on the first of some machines."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    network = Lan(bridge, [Machine(*each) for each in json.loads(machines)])
-    places = [Place(each.address, each.within) for each in network.machines[1:]]
+    network = Lan(bridge, [Machine(*fields) for fields in json.loads(machines)])
+    places = [Place(machine.address, machine.within) for machine in network.machines[1:]]
     run(places, Place("127.0.0.1"), "each in a network namespace of its own")
 
 

@@ -30,13 +30,13 @@ class Place:
 
 
 @contextmanager
-def served(repository: Path, place: Place, group: Path | None) -> Iterator["subprocess.Popen[str]"]:
+def served(repository: Path, machine: Place, group: Path | None) -> Iterator["subprocess.Popen[str]"]:
     """`tbe-serve run`, ready; in a cgroup where there is one."""
     joins = () if group is None else ("sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh")
-    access = ("--insecure",) if place.within else ()
-    command = [*joins, *place.within, sys.executable, "-m", "serving", "run", str(repository), "--json", "--follow"]
-    options = ["--unload-after-s", "3", "--host", place.address, "--grpc-port", "8401"]
-    options += ["--operations-host", place.address, "--operations-port", "8402"]
+    access = ("--insecure",) if machine.within else ()
+    command = [*joins, *machine.within, sys.executable, "-m", "serving", "run", str(repository), "--json", "--follow"]
+    options = ["--unload-after-s", "3", "--host", machine.address, "--grpc-port", "8401"]
+    options += ["--operations-host", machine.address, "--operations-port", "8402"]
     log = repository.with_suffix(".log")
     with log.open("w") as file, _started([*command, *options, *access], file) as process:
         try:
@@ -80,7 +80,7 @@ def resident_bytes(process: "subprocess.Popen[str]") -> int:
     """What a server and its models take: the proportional share of each of its processes."""
     every = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     total = 0
-    for each in every:
+    for member in every:
         with suppress(psutil.Error):
-            total += each.memory_full_info().pss
+            total += member.memory_full_info().pss
     return total

@@ -152,15 +152,15 @@ def read_samples() -> Samples:
     ratings = sorted(
         _read("inter"), key=lambda rating: (float(rating["timestamp"]), rating["user_id"], rating["item_id"])
     )
-    known = catalogue()
-    samples = [known.users[rating["user_id"]] | known.items[rating["item_id"]] for rating in ratings]
+    movies = catalogue()
+    samples = [movies.users[rating["user_id"]] | movies.items[rating["item_id"]] for rating in ratings]
     features = {name: Jagged.of(sample[name] for sample in samples) for name in samples[0]}
-    features["recent_items"] = Jagged.of(_recent_items(ratings, known))
+    features["recent_items"] = Jagged.of(_recent_items(ratings, movies))
     labels = np.array([_positive(rating) for rating in ratings], np.float32)
     return Samples(features, labels)
 
 
-def _recent_items(ratings: Sequence[Mapping[str, str]], known: Catalogue) -> Iterator[list[int]]:
+def _recent_items(ratings: Sequence[Mapping[str, str]], movies: Catalogue) -> Iterator[list[int]]:
     """For each rating the user's last positive items, all rated strictly before it: nothing leaks."""
     times: dict[str, list[float]] = defaultdict(list)
     items: dict[str, list[int]] = defaultdict(list)
@@ -170,7 +170,7 @@ def _recent_items(ratings: Sequence[Mapping[str, str]], known: Catalogue) -> Ite
         yield items[user][max(0, earlier - RECENT_ITEMS) : earlier]
         if _positive(rating):
             times[user].append(now)
-            items[user] += known.items[rating["item_id"]]["item_id"]
+            items[user] += movies.items[rating["item_id"]]["item_id"]
 
 
 def _positive(rating: Mapping[str, str]) -> bool:

@@ -80,13 +80,13 @@ def main() -> None:
 
     step(console, "3", f"Serve both; score the later ratings in order, {AT_ONCE} at once, and learn from them")
     with run_server(REPOSITORY, Ports(grpc=0, http=0, operations=0), log=FOLDER / "tritonserver.log") as server:
-        seen = _follow(console, server, model, samples)
-    _draw(seen)
-    console.print(_results(seen))
+        outcome = _follow(console, server, model, samples)
+    _draw(outcome)
+    console.print(_results(outcome))
     console.print(
-        f"  {len(seen.served_s)} deltas of {seen.rows / len(seen.served_s):.0f} rows; each was served "
-        f"{1e3 * float(np.median(seen.served_s)):.0f} ms after it was published (median; 99 of 100 within "
-        f"{1e3 * float(np.percentile(seen.served_s, 99)):.0f} ms). The curve is in {CURVE}"
+        f"  {len(outcome.served_s)} deltas of {outcome.rows / len(outcome.served_s):.0f} rows; each was served "
+        f"{1e3 * float(np.median(outcome.served_s)):.0f} ms after it was published (median; 99 of 100 within "
+        f"{1e3 * float(np.percentile(outcome.served_s, 99)):.0f} ms). The curve is in {CURVE}"
     )
 
 
@@ -97,23 +97,23 @@ def _follow(console: Console, server: Server, model: Ranker, samples: data.Sampl
         torch.optim.SGD(whole.embeddings.parameters(), lr=RATE),
         torch.optim.AdamW(whole.dense.parameters(), lr=1e-3, weight_decay=1e-2),
     ]
-    seen = Seen()
+    outcome = Seen()
     batches = [*samples.batches(samples.test, AT_ONCE)]
     with LookupClient(server.grpc, "stale", 10) as stale, LookupClient(server.grpc, "fresh", 10) as fresh:
         for number, batch in enumerate(track(batches, "  ratings", console=console, transient=True), start=1):
             features = {feature: batch.features[feature] for feature in FEATURES}
-            seen.labels.append(batch.labels)
-            seen.scores["stale"].append(stale.score(features)["scores"])
-            seen.scores["fresh"].append(fresh.score(features)["scores"])
+            outcome.labels.append(batch.labels)
+            outcome.scores["stale"].append(stale.score(features)["scores"])
+            outcome.scores["fresh"].append(fresh.score(features)["scores"])
             with torch.no_grad():
-                seen.scores["trained"].append(whole(to_kjt(batch)).numpy())
+                outcome.scores["trained"].append(whole(to_kjt(batch)).numpy())
             _learn(model, [rows_of_model], batch)
             _learn(whole, of_whole, batch)
             changed = _rows_of(model, batch)
             publish_delta(REPOSITORY, "fresh", changed)
-            seen.rows += sum(len(ids) for ids, _ in changed.values())
-            seen.served_s.append(_until_served(server, number))
-    return seen
+            outcome.rows += sum(len(ids) for ids, _ in changed.values())
+            outcome.served_s.append(_until_served(server, number))
+    return outcome
 
 
 def _learn(model: nn.Module, optimizers: list[torch.optim.Optimizer], batch: data.Batch) -> None:
@@ -138,32 +138,34 @@ def _rows_of(model: Ranker, batch: data.Batch) -> dict[str, tuple[npt.NDArray[np
 def _until_served(server: Server, number: int) -> float:
     """Seconds until the server says that a delta which was just published is applied."""
     began = time.monotonic()
-    wanted = f'tbe_delta_sequence{{model="fresh",version="1"}} {number}\n'
+    line = f'tbe_delta_sequence{{model="fresh",version="1"}} {number}\n'
     while True:
         with urllib.request.urlopen(f"{server.operations}/metrics") as page:
-            if wanted in page.read().decode():
+            if line in page.read().decode():
                 return time.monotonic() - began
         time.sleep(0.01)
 
 
-def _results(seen: Seen) -> Table:
+def _results(outcome: Seen) -> Table:
     results = Table(box=None, pad_edge=False)
     results.add_column("")
     for column in ("AUC", "− stale"):
         results.add_column(column, justify="right")
-    stale = seen.auc("stale")
+    stale = outcome.auc("stale")
     for kind, what in WHAT.items():
-        results.add_row(what, f"{seen.auc(kind):.4f}", f"{seen.auc(kind) - stale:+.4f}" if kind != "stale" else "")
+        results.add_row(
+            what, f"{outcome.auc(kind):.4f}", f"{outcome.auc(kind) - stale:+.4f}" if kind != "stale" else ""
+        )
     return results
 
 
-def _draw(seen: Seen) -> None:
+def _draw(outcome: Seen) -> None:
     """The AUC of the last ratings, as time goes by."""
-    total = sum(map(len, seen.labels))
+    total = sum(map(len, outcome.labels))
     ends = range(WINDOW, total + 1, WINDOW // 8)
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for kind, what in WHAT.items():
-        axes.plot(ends, [seen.auc(kind, slice(end - WINDOW, end)) for end in ends], label=what)
+        axes.plot(ends, [outcome.auc(kind, slice(end - WINDOW, end)) for end in ends], label=what)
     axes.set_xlabel("later ratings, in order of time")
     axes.set_ylabel(f"AUC of the last {WINDOW:,}")
     axes.legend(frameon=False, ncols=len(WHAT), loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -1,7 +1,7 @@
-"""`tbe-export delta`, `squash` and `compact`: rows that changed since an export, in one file, and in a version."""
+"""`tbe-export delta`, `squash` and `compact`: publish rows that changed since an export."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,16 +22,18 @@ from serving.pins import check_pins
 from serving.terminal.app import out
 from serving.terminal.options import real
 
+if TYPE_CHECKING:
+    from export.publish.lineage import PublishedDelta
+
 ModelArgument = Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")]
 VersionOption = Annotated[
     int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
 ]
-
 TrustedKeysOption = Annotated[
     Path | None,
     typer.Option(
-        help="PEM file with Ed25519 public keys: one must have signed the version and each delta. Default: that of "
-        "--signing-key."
+        help="PEM file with Ed25519 public keys: one must have signed the version and each delta. Default: the "
+        "public key of --signing-key."
     ),
 ]
 
@@ -41,33 +43,33 @@ def delta(
     rows: Annotated[
         Path | None,
         typer.Option(
-            help="safetensors with `TABLE/ids`, integers [n], and `TABLE/rows`, floats [n, dim], as trained."
+            help="A safetensors file of changed rows: `TABLE/ids`, integers [n], and `TABLE/rows`, the trained "
+            "floats [n, dim]."
         ),
     ] = None,
     module: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="package.module:function of the trained model: all rows that differ from the stored ones are "
-            "published.",
+            help="Instead of --rows: package.module:function that builds the trained model. All rows that differ "
+            "from the stored ones are published.",
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
     checkpoint_prefix: CheckpointPrefixOption = None,
     version: VersionOption = None,
     max_error: Annotated[
-        list[str] | None, typer.Option(metavar="TABLE=X", help="No element of the table may move by more than X.")
+        list[str] | None,
+        typer.Option(metavar="TABLE=X", help="Largest allowed error of an element, in units of the weights."),
     ] = None,
     deltas: DeltasOption = None,
     signing_key: SigningKeyOption = None,
 ) -> None:
-    """Publish changed rows of a model: servers with `weights-memory: live` serve them within a second."""
+    """Publish changed rows of a model. Servers with `weights-memory: live` serve them within a second."""
     if (rows is None) == (module is None):
-        raise ConfigurationError(
-            "expected --rows, or --model, perhaps with --checkpoint: one of them has the changed rows"
-        )
+        raise ConfigurationError("expected either --rows or --model, which say where the changed rows are")
     if checkpoint is not None and module is None:
-        raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
+        raise ConfigurationError("--checkpoint: expected --model with it, which names the tables")
     check_pins()
     from export.publish.changes import publish_changes
     from export.publish.delta import publish_delta, read_changed
@@ -78,43 +80,45 @@ def delta(
         "deltas": deltas,
         "signing_key": signing_key,
     }
-    where = model.absolute().parent, model.absolute().name
+    path = model.absolute()
     if module is None:
-        assert rows is not None  # noqa: S101  one of the two is given
-        found = publish_delta(*where, read_changed(rows), **common)
+        assert rows is not None  # noqa: S101  checked above
+        published: PublishedDelta | None = publish_delta(path.parent, path.name, read_changed(rows), **common)
     else:
         trained = build_module(module, meta=checkpoint is not None)
         common |= {"checkpoint": checkpoint, "checkpoint_prefix": checkpoint_prefix}
-        changes = publish_changes(*where, trained, **common)
-        if changes is None:
-            out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
-            return
-        found = changes
+        published = publish_changes(path.parent, path.name, trained, **common)
+    if published is None:
+        out.print(f"{model}: no row differs from the stored ones; nothing was published", soft_wrap=True)
+        return
     out.print(
-        f"{_shown(found.path, deltas)}: {found.rows:,} rows, delta {found.sequence} of version {found.version}",
+        f"{_shown(published.path, deltas)}: {published.rows:,} rows, delta {published.sequence} of version "
+        f"{published.version}",
         soft_wrap=True,
     )
-    for note in found.notes:
+    for note in published.notes:
         out.print(f"note: {note}", soft_wrap=True)
     if settings_of(read_config(model)).weights_memory != WeightsMemory.LIVE:
-        out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
+        out.print(
+            f"no server applies it until you run `tbe-serve configure {model} --weights-memory live`", soft_wrap=True
+        )
 
 
 def squash(
     model: ModelArgument,
     version: VersionOption = None,
     until: Annotated[
-        int | None, typer.Option(min=1, help="The last delta that is squashed. Default: the newest.")
+        int | None, typer.Option(min=1, help="Number of the last delta to squash. Default: the newest.")
     ] = None,
     deltas: DeltasOption = None,
     signing_key: SigningKeyOption = None,
     trusted_keys: TrustedKeysOption = None,
 ) -> None:
-    """Publish the deltas of a version as one, which a server that starts applies in their place."""
+    """Publish the deltas of a version as one delta. A starting server applies it instead of them, which is faster."""
     check_pins()
     from export.publish.delta import squash as publish
 
-    found = publish(
+    squashed = publish(
         model.absolute().parent,
         model.absolute().name,
         version=version,
@@ -123,8 +127,11 @@ def squash(
         signing_key=signing_key,
         trusted_keys=trusted_keys,
     )
-    said = f"deltas up to {found.sequence} of version {found.version}, as one"
-    out.print(f"{_shown(found.path, deltas)}: {found.rows:,} rows, {said}", soft_wrap=True)
+    out.print(
+        f"{_shown(squashed.path, deltas)}: {squashed.rows:,} rows, deltas up to {squashed.sequence} of version "
+        f"{squashed.version} as one",
+        soft_wrap=True,
+    )
 
 
 def compact(
@@ -134,19 +141,20 @@ def compact(
         int | None,
         typer.Option(
             min=0,
-            help="The last delta that the new version takes. Later ones are left out for good: rows are rolled back.",
+            help="Number of the last delta to include. Later ones are left out for good, which rolls rows back. "
+            "Default: the newest, and later deltas continue from there.",
         ),
     ] = None,
     deltas: DeltasOption = None,
     signing_key: SigningKeyOption = None,
     trusted_keys: TrustedKeysOption = None,
 ) -> None:
-    """Publish a version and its deltas as the next version: a server that starts has less to apply."""
+    """Publish a version with its deltas as the next version. A starting server then has fewer deltas to apply."""
     check_pins()
     from export.next_version import compact as publish
 
     with export_progress() as show:
-        published = publish(
+        path = publish(
             model.absolute().parent,
             model.absolute().name,
             version=version,
@@ -156,14 +164,14 @@ def compact(
             trusted_keys=trusted_keys,
             progress=show,
         )
-    found = open_bundle(published)
-    goes_on = found.manifest.compacted
-    then = f"delta {goes_on.sequence + 1} is next" if goes_on else "it begins a lineage of its own"
-    out.print(f"{found.path}: {found.manifest.notes[-1]}; {then}", soft_wrap=True)
+    manifest = open_bundle(path).manifest
+    compacted = manifest.compacted
+    then = f"delta {compacted.sequence + 1} is next" if compacted else "it begins a lineage of its own"
+    out.print(f"{path}: {manifest.notes[-1]}; {then}", soft_wrap=True)
 
 
 def _shown(path: Path, deltas: str | None) -> str:
-    """Where a delta is, as a reader can find it: in the store, if that has it."""
+    """The path of a delta, or its URL if deltas are in a store."""
     return str(path) if deltas is None or not is_url(deltas) else "/".join((deltas.rstrip("/"), *path.parts[-3:]))
 
 

@@ -1,4 +1,4 @@
-"""Keep the warnings of libraries out of a command's output: the user cannot act on them."""
+"""Keep library warnings out of a command's output: users cannot act on them."""
 
 import logging
 import sys
@@ -16,9 +16,9 @@ _OF_CPP = "(Triggered internally at"
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside the block, warnings of libraries are dropped. Those of the user's own code are shown, and errors of all.
+    """Inside the block, library warnings are dropped. Warnings of the user's code, and all errors, are shown.
 
-    What was asked for is shown: PYTHONWARNINGS, `python -W`, and what libraries log below warnings.
+    PYTHONWARNINGS and `python -W` override this. Log records below warnings are not changed.
     """
     handle = logging.Logger.handle
 
@@ -55,7 +55,7 @@ def _show_users_warnings() -> None:
 
 
 def _is_users(message: Warning | str) -> bool:
-    """Whether the user's own code warns, rather than a library that names a line of it."""
+    """Whether the warning comes from the user's code, rather than from a library that names a line of that code."""
     if _OF_CPP in str(message):
         return False
     frame = sys._getframe(1)
@@ -65,7 +65,7 @@ def _is_users(message: Warning | str) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a file is Python's, an installed package's or this package's, rather than the user's own code."""
+    """Whether a file belongs to Python, an installed package or this package, rather than to the user."""
     return filename.startswith((*_folders(), "<frozen")) or not _PACKAGES.isdisjoint(Path(filename).parts)
 
 
@@ -76,5 +76,5 @@ _PACKAGES = {"site-packages", "dist-packages"}
 def _folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     export = Path(__file__).parents[1]
-    own = (export, export.parent / "serving")
-    return *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")), *map(str, own)
+    installed = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts"))
+    return *installed, str(export), str(export.parent / "serving")

@@ -1,4 +1,4 @@
-"""`tbe-export manifests`: Kubernetes manifests for a bundle."""
+"""`tbe-export manifests`: write Kubernetes manifests for a bundle."""
 
 from functools import partial
 from pathlib import Path
@@ -25,28 +25,32 @@ def manifests(
             help="A version, REPOSITORY/NAME/VERSION; or a model, REPOSITORY/NAME, for the version that it serves."
         ),
     ],
-    out_: Annotated[Path, typer.Option("--out", help="Folder of the kustomize base that is written.")],
+    out_: Annotated[Path, typer.Option("--out", help="Folder to write the kustomize base to.")],
     image: Annotated[str, typer.Option(help="Image of the server, by digest: REGISTRY/NAME@sha256:….")],
     claim: Annotated[
-        str | None, typer.Option(help="The PersistentVolumeClaim with the repository; pods only read it.")
+        str | None, typer.Option(help="PersistentVolumeClaim of the model repository, which pods mount read-only.")
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --claim: the URL of the repository in a store, such as s3://bucket/models, from which "
-            "each pod downloads its own model to the disk of its node before it starts."
+            help="Instead of --claim: URL of the model repository in a store, such as s3://bucket/models. Each pod "
+            "downloads its model to its node's disk before it starts."
         ),
     ] = None,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Each pod copies its own model to the disk of its node before it starts.")
+        bool, typer.Option("--copy", help="With --claim: each pod copies its model to its node's disk first.")
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Name of the Kubernetes objects; by default the model's.")] = None,
-    routers: Annotated[int, typer.Option(help="Pods that clients call, at least.")] = _REPLICAS.routers,
-    most_routers: Annotated[int, typer.Option(help="Pods that clients call, at most.")] = _REPLICAS.most_routers,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the Kubernetes objects; by default the model's name.")
+    ] = None,
+    routers: Annotated[int, typer.Option(help="Least number of pods that clients call.")] = _REPLICAS.routers,
+    most_routers: Annotated[
+        int, typer.Option(help="Largest number of pods that clients call.")
+    ] = _REPLICAS.most_routers,
     scale_on_queue_ms: Annotated[
         int | None,
         typer.Option(
-            help="Start more pods when requests wait longer than this on average. Needs prometheus-adapter, with "
+            help="Start more pods when the mean queue time of requests exceeds this. Needs prometheus-adapter with "
             "the rule of deploy/kubernetes/prometheus-adapter.yaml."
         ),
     ] = None,
@@ -55,33 +59,31 @@ def manifests(
     hosts_also: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Another version of the router whose rows the hosts serve as well, during a rollout."
+            min=1, help="During a rollout: another version of the router, whose shards the hosts serve as well."
         ),
     ] = None,
     trusted_keys: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file with Ed25519 public keys. One of them must have signed all that is deployed; pods "
-            "check it as well."
+            help="PEM file with Ed25519 public keys. One of them must have signed every bundle; pods check it too."
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="No TLS: something else, such as a mesh, keeps others out.")
+        bool, typer.Option("--insecure", help="Without TLS. Use it only if a mesh or the like secures connections.")
     ] = False,
     metrics_from: Annotated[str, typer.Option(help="Namespace whose pods may read metrics.")] = METRICS_FROM,
     deltas_claim: Annotated[
         str | None,
         typer.Option(
-            help="The PersistentVolumeClaim with the deltas of models with `weights-memory: live`; pods only read "
-            "it. Default with --store: the store has them, as STORE.deltas."
+            help="PersistentVolumeClaim of the deltas of models with `weights-memory: live`, which pods mount "
+            "read-only. With --store the default is the folder STORE.deltas of the store."
         ),
     ] = None,
 ) -> None:
-    """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
+    """Write Kubernetes manifests for a bundle: for a router and its hosts, or for one model.
 
-    Nothing is written unless the router's settings name the hosts by the addresses that the manifests give them. If
-    they do not, the command that sets them is shown. If the folder has a base already, options that differ from those
-    that it was made with are shown.
+    A router's settings must have the addresses that the manifests give its hosts. If they differ, nothing is written,
+    and the command that sets them is printed. If the folder has manifests already, options that change are printed.
     """
     options = PodOptions(
         image=image,
@@ -111,7 +113,7 @@ def manifests(
     write_base(out_, fleet, files)
     for change in changed:
         complain("tbe-export", f"changed: {change}")
-    _tell(fleet, out_, options)
+    _show_next_steps(fleet, out_, options)
 
 
 def _of_host(host: str, text: str) -> tuple[int, int]:
@@ -120,24 +122,24 @@ def _of_host(host: str, text: str) -> tuple[int, int]:
     return int(host), int(text)
 
 
-def _tell(fleet: Fleet, folder: Path, options: PodOptions) -> None:
-    """Print what to do now, and what has to be there first."""
+def _show_next_steps(fleet: Fleet, folder: Path, options: PodOptions) -> None:
+    """Print the command that deploys the manifests, and the objects that they need."""
     say = partial(out.print, soft_wrap=True)
     (client,) = (f'{label}: "{value}"' for label, value in client_labels(fleet).items())
     say(f"written to {folder}; deploy it: kubectl apply -k {folder}")
     if options.claim is not None:
         say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
     else:
-        say(f"needed: {options.store}, with the repository: `tbe-export push`; and leave to read it, for pods")
+        say(f"needed: {options.store}, with the repository (`tbe-export push`), which pods may read")
     if options.deltas_claim is not None:
-        say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas: `tbe-export delta --deltas`")
-    elif any(each.live_bytes for each in (fleet.front, *fleet.hosts)):
+        say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas (`tbe-export delta --deltas`)")
+    elif any(pods.live_bytes for pods in (fleet.front, *fleet.hosts)):
         say(f"needed: {options.stored_deltas}, with the deltas: `tbe-export delta --deltas {options.stored_deltas}`")
     for secret, purpose in {} if options.insecure else secrets_of(fleet).items():
         say(f"needed: Secret {secret}, of type kubernetes.io/tls with ca.crt: a certificate {purpose}")
-    say(f"pods labelled {client} may look up, at {fleet.name}:{GRPC_PORT}")
+    say(f"pods labelled {client} may call {fleet.name}:{GRPC_PORT}")
     for host in fleet.hosts:
         if host.replicas == 1:
             say(f"note: host {host.host} has one replica: while it restarts, requests that need it fail")
     if options.trusted_keys is None and signature_of(fleet.bundle.path / MANIFEST).exists():
-        say("note: the bundle is signed, and pods do not ask for that: --trusted-keys")
+        say("note: the bundle is signed, but pods do not check it without --trusted-keys")

@@ -1,4 +1,4 @@
-"""`tbe-export plan`, `model` and `publish-router`: where a model's tables would go, and its export as a bundle."""
+"""`tbe-export plan`, `model` and `publish-router`: plan the placement of a model's tables, and export bundles."""
 
 import re
 import shlex
@@ -38,7 +38,7 @@ from serving.terminal.output import print_json
 
 
 def _steps(show: Show) -> Callable[[Progress], None]:
-    """What an export tells of its progress, as a bar takes it."""
+    """Make a callback for the progress of an export from a progress bar's."""
     return lambda progress: show(progress.step, progress.done, progress.total)
 
 
@@ -56,19 +56,19 @@ def model(
         str,
         typer.Option(
             help="Triton's model repository: a folder, which is made if it is missing, or a URL such as "
-            "s3://bucket/models, to which the bundle is copied from the folder for temporary files."
+            "s3://bucket/models. For a URL the bundle is written to a temporary folder first, then uploaded."
         ),
     ],
     name: Annotated[str, typer.Option(help="The model's name in the repository.")],
     config: Config,
     checkpoint: CheckpointOption = None,
-    version: Annotated[int | None, typer.Option(help="The version's number; by default the next free one.")] = None,
+    version: Annotated[int | None, typer.Option(help="Number of the version; by default the next free one.")] = None,
     signing_key: SigningKeyOption = None,
     continue_deltas: Annotated[
         bool,
         typer.Option(
-            help="Continue the deltas of the newest version: changed rows are published as a delta first, and "
-            "later deltas apply to both versions."
+            help="Continue the deltas of the newest version: publish rows that differ from it as a delta first. "
+            "Later deltas apply to both versions."
         ),
     ] = False,
     deltas: DeltasOption = None,
@@ -76,14 +76,14 @@ def model(
         str | None,
         typer.Option(
             metavar="N[,N]",
-            help="Export the bundles of these hosts alone, reading only their rows. `tbe-export publish-router` "
-            "publishes the router's bundle after all of them. Needs --hosts-as-models and --version.",
+            help="Export the bundles of these hosts only, and read only their rows. When all hosts are exported, "
+            "`tbe-export publish-router` publishes the router's bundle. Needs --hosts-as-models and --version.",
         ),
     ] = None,
 ) -> None:
     """Quantize, shard, compile and check the tables of a trained model, then publish them as a bundle.
 
-    Nothing is published unless it exits with 0.
+    If the exit status is not 0, nothing was published.
     """
     settings = config()
     hosts = None if only_hosts is None else _numbers(only_hosts)
@@ -93,7 +93,9 @@ def model(
             "`tbe-export push` publishes it"
         )
     if hosts is not None and version is None:
-        raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
+        raise ConfigurationError(
+            "--only-hosts: expected --version with it: all bundles of a set have the same number"
+        )
     if hosts is not None and continue_deltas:
         raise ConfigurationError("--continue-deltas: expected all hosts at once, without --only-hosts")
     if continue_deltas and not versions(Path(repository) / name):
@@ -101,7 +103,7 @@ def model(
             f"--continue-deltas: expected versions in {repository}/{name}: export the first version without it"
         )
     if deltas is not None and not continue_deltas:
-        raise ConfigurationError("--deltas: expected --continue-deltas beside it")
+        raise ConfigurationError("--deltas: expected --continue-deltas with it")
     check_pins()
     from export.machines import export_hosts
     from export.next_version import export_next
@@ -123,16 +125,18 @@ def model(
     if hosts is not None:
         for path in paths:
             out.print(f"published {path}", soft_wrap=True)
-        out.print("next, after all hosts: tbe-export publish-router, with the same options", soft_wrap=True)
+        out.print(
+            "next, when all hosts are exported: tbe-export publish-router, with the same options", soft_wrap=True
+        )
     else:
-        _show(paths[0], manifests[0], settings, repository)
+        _show_export(paths[0], manifests[0], settings, repository)
         if checkpoint is not None:
-            shown = f"REPOSITORY/{name}/{paths[0].name}" if is_url(repository) else str(paths[0])
-            _show_not_run(shown, manifests[0], settings, model, checkpoint, config)
+            bundle = f"REPOSITORY/{name}/{paths[0].name}" if is_url(repository) else str(paths[0])
+            _show_not_run(bundle, manifests[0], settings, model, checkpoint, config)
 
 
-def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: str) -> None:
-    """Print what was published, and what is to be done next."""
+def _show_export(path: Path, manifest: Manifest, settings: ExportConfig, repository: str) -> None:
+    """Print a published bundle, and the next command to run."""
     show_tables(manifest)
     if len(manifest.plan.ranks) > 1:
         report = report_plan(manifest, settings.sharding)
@@ -142,7 +146,7 @@ def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: st
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     if manifest.compacted is not None:
-        out.print(f"deltas up to {manifest.sequence} are in its rows: {manifest.sequence + 1} is next")
+        out.print(f"deltas up to {manifest.sequence} are part of its rows: {manifest.sequence + 1} is next")
     if is_url(repository):
         out.print(f"published {repository.rstrip('/')}/{path.parent.name}/{path.name}", soft_wrap=True)
         out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
@@ -153,7 +157,7 @@ def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: st
 def _show_not_run(
     bundle: str, manifest: Manifest, settings: ExportConfig, model: str, checkpoint: Path, config: Config
 ) -> None:
-    """Where the model's tables were too large to run it, print the command that does so, on a larger machine."""
+    """If the tables were too large to run the trained model, print the command that runs it on a larger machine."""
     size, most = sum(4 * table.rows * table.dim for table in manifest.tables), settings.trained_memory_bytes or 0
     if size <= most:
         return
@@ -163,15 +167,15 @@ def _show_not_run(
             command += [f"--{name.replace('_', '-')}", value]
     command += ["--trained-memory", size_text(size + size // 100).replace(" ", "")]
     out.print(
-        f"trained was not measured: the tables take {size_text(size)} as FP32, and at most {size_text(most)} are "
-        "loaded (--trained-memory; by default half of the free memory). A larger machine measures it:",
+        f"trained was not measured: the tables take {size_text(size)} as FP32, more than {size_text(most)} "
+        "(--trained-memory; by default half of the free memory). To measure it, run this on a larger machine:",
         soft_wrap=True,
     )
     out.print(f"  {as_text(shlex.join(command))}", soft_wrap=True)
 
 
 def _numbers(text: str) -> list[int]:
-    """The numbers of `--only-hosts`."""
+    """Parse `--only-hosts`."""
     if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
         raise ConfigurationError(f"--only-hosts: expected numbers of hosts, such as 3 or 0,1, got {text!r}")
     return [int(number) for number in text.split(",")]
@@ -182,14 +186,14 @@ def publish_router(
     model: ModelOption,
     repository: Annotated[Path, typer.Option(help="Triton's model repository, with the bundles of all hosts.")],
     name: Annotated[str, typer.Option(help="The router's name in the repository.")],
-    version: Annotated[int, typer.Option(help="The number of all bundles of the set.")],
+    version: Annotated[int, typer.Option(help="The version, which the bundles of all hosts have too.")],
     config: Config,
     checkpoint: CheckpointOption = None,
     signing_key: SigningKeyOption = None,
 ) -> None:
-    """Publish the router's bundle for hosts that `tbe-export model --only-hosts` exported, with the same options.
+    """Publish the router's bundle after `tbe-export model --only-hosts`, with the same options, exported all hosts.
 
-    The bundles of all hosts are read and compared with their digests. Each host that lacks something gets a line.
+    The bundles of all hosts are read and compared with their digests. A missing or different bundle is reported.
     """
     settings = config()
     check_pins()
@@ -221,16 +225,16 @@ def plan(
     model: ModelOption,
     config: Config,
     checkpoint: CheckpointOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON that --plan takes.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, which --plan takes.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the plan to this file: .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Show where tables would go: bytes by rank and table, and a request's traffic. Writes no bundle."""
+    """Show how tables would be sharded: bytes of ranks and tables, and the traffic of a request. Writes no bundle."""
     settings = config()
     check_pins()
     from export.pipeline import plan_model
     from export.plan.picture import draw_plan
 
-    # The rows matter only where `max_error` chooses the dtype.
+    # Rows are read only if `max_error` chooses the dtype.
     module = build_module(model, meta=checkpoint is not None or not settings.max_error)
     with export_progress() as show:
         manifest = plan_model(module, settings, checkpoint=checkpoint, progress=show)

@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHECKPOINT_PREFIX_HELP = (
-    "What the model's keys in --checkpoint begin with, such as `ema.`; '' is nothing. By default the only prefix "
-    "that all of them have."
+    "Prefix of the model's keys in --checkpoint, such as `ema.`, or '' for none. By default the only prefix that all "
+    "keys of the model have there."
 )
 TRAINED_MEMORY_HELP = (
-    "With --checkpoint: load tables of up to this size, as FP32, such as 16GB, to run the trained model itself. By "
+    "With --checkpoint: run the trained model itself if its tables, as FP32, take at most this, such as 16GB. By "
     "default half of the free memory; 0 never runs it."
 )
-ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
+ModelOption = Annotated[
+    str, typer.Option(help="package.module:function that builds the trained module. It is called without arguments.")
+]
 CheckpointOption = Annotated[
     Path | None,
     typer.Option(
-        help="A state dict of torch.save, safetensors, or a torch.distributed.checkpoint folder; "
-        "by default the module's own weights."
+        help="Weights: a state dict by torch.save, a safetensors file, or a torch.distributed.checkpoint folder. "
+        "By default the weights that the built module has."
     ),
 ]
 CheckpointPrefixOption = Annotated[
@@ -43,7 +45,7 @@ CheckpointPrefixOption = Annotated[
 DeltasOption = Annotated[
     str | None,
     typer.Option(
-        help="Folder of all deltas, or its URL in a store, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."
+        help="Folder or store URL of all deltas, as for `tbe-serve run --deltas`. Default: REPOSITORY.deltas."
     ),
 ]
 SigningKeyOption = Annotated[
@@ -53,7 +55,7 @@ SigningKeyOption = Annotated[
 
 
 def build_module(spec: str, *, meta: bool) -> "nn.Module":
-    """Call the function that `spec` names.
+    """Build a module by calling the function that `spec` names.
 
     Args:
         spec: `package.module:function`.
@@ -61,55 +63,55 @@ def build_module(spec: str, *, meta: bool) -> "nn.Module":
 
     Raises:
         ConfigurationError: there is no such function, or it takes arguments.
-        ModelError: the function raised something, or returned no module.
+        ModelError: the function raised an error, or returned something other than a module.
     """
     from torch import nn
 
     with _tables_on_meta() if meta else nullcontext():
-        module = _made("--model", spec)
+        module = _load("--model", spec)
     if not isinstance(module, nn.Module):
         raise ModelError(f"--model {spec}: expected a torch.nn.Module, got {type(module).__name__}")
     return module
 
 
 def named_example(spec: str) -> tuple[Any, ...] | dict[str, Any]:
-    """The arguments of a call that `spec` names: a tuple, or a dict; or a function that returns one.
+    """Load the arguments of a call that `spec` names: a tuple or a dict, or a function that returns one.
 
     Raises:
-        ConfigurationError: there is nothing of that name, or it is something else.
-        ModelError: the function raised something.
+        ConfigurationError: there is no such name, or its value has another type.
+        ModelError: the function raised an error.
     """
-    found = _made("--example", spec)
-    if not isinstance(found, tuple | dict):
+    example = _load("--example", spec)
+    if not isinstance(example, tuple | dict):
         raise ConfigurationError(
             f"--example {spec}: expected the arguments of a call, a tuple or a dict by name, got "
-            f"{type(found).__name__}: for one argument, (batch,)"
+            f"{type(example).__name__}: for one argument, (batch,)"
         )
-    return found
+    return example
 
 
-def _made(option: str, spec: str) -> Any:
-    """What `spec` names: `package.module:name`. A function is called.
+def _load(option: str, spec: str) -> Any:
+    """Import the value that `spec` names, `package.module:name`. If it is a function, call it.
 
-    It draws the same random numbers in every process: for an example, and for weights without a checkpoint.
+    Random numbers are seeded, so that examples, and weights without a checkpoint, are the same in every process.
     """
     package, _, name = spec.partition(":")
     if not package or not name:
         raise ConfigurationError(f"{option} {spec}: expected package.module:function, such as {package}:build")
-    sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
+    sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory can be imported
     try:
         _seed()
-        found = getattr(importlib.import_module(package), name)
-        _seed()  # again: another command may have imported it before
-        return found() if option == "--model" or callable(found) else found
+        value = getattr(importlib.import_module(package), name)
+        _seed()  # again: importing may have drawn numbers, or may have happened earlier
+        return value() if option == "--model" or callable(value) else value
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        said = f"{type(error).__name__}: {error}"
-        if place := _last_own_line(error):
-            raise ModelError(f"{option} {spec}: {said} ({place}); --verbose shows the trace") from error
-        way_out = ": run it in the folder that has it, or set PYTHONPATH"
+        message = f"{type(error).__name__}: {error}"
+        if line := _last_users_line(error):
+            raise ModelError(f"{option} {spec}: {message} ({line}); --verbose shows the trace") from error
+        remedy = ": run it in the folder that has it, or set PYTHONPATH"
         raise ConfigurationError(
-            f"{option} {spec}: expected package.module:function, without arguments: {said}"
-            f"{way_out if isinstance(error, ModuleNotFoundError) else ''}"
+            f"{option} {spec}: expected package.module:function, without arguments: {message}"
+            f"{remedy if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
 
 
@@ -125,7 +127,7 @@ def _seed() -> None:
 def _tables_on_meta() -> Iterator[None]:
     """Inside the block, new collections are on the meta device.
 
-    Other modules are real: what they compute when they are built may be in no checkpoint, as DLRM's indices of pairs.
+    Other modules are real: some compute buffers that no checkpoint has, such as DLRM's indices of pairs.
     """
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -145,15 +147,15 @@ def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
     import torch
 
     @wraps(init)
-    def made(*args: Any, **kwargs: Any) -> None:
+    def init_on_meta(*args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
             init(*args, **kwargs)
 
-    return made
+    return init_on_meta
 
 
-def _last_own_line(error: BaseException) -> str | None:
-    """The last line of the user's own code that `error` passed, "file:line"; None where it passed none."""
+def _last_users_line(error: BaseException) -> str | None:
+    """The last line of the user's code in the trace of `error`, as "file:line", or None."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_installed(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+    of_user = [frame for frame in frames if not is_installed(frame.filename)]
+    return f"{of_user[-1].filename}:{of_user[-1].lineno}" if of_user else None

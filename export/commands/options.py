@@ -1,4 +1,4 @@
-"""The options of an export, an entry each. Command line, TOML file and ExportConfig all follow this table.
+"""The table of export options, from which the command line, the TOML file and ExportConfig follow.
 
 A new option is an entry here, and a field of ExportConfig or Sharding with its default and bounds.
 """
@@ -36,10 +36,10 @@ class ExportOption:
         parse: makes the config's value from the name, for messages, and the value typed or written.
         section: the file's TOML table with the key; "" for the top.
         field: the field that it sets, of Sharding for "sharding", of ExportConfig for ""; None takes `name`.
-        flag: the option, where it is not `--name`.
-        each: the metavariable of an option that is set by table: `[TABLE=]EACH`. It may be given again, and `parse`
-            gets one value at a time, as text.
-        by: what such an option is set by, where not by table.
+        flag: the option, if it is not `--name`.
+        metavar: the placeholder of a value that is set by table, as in `[TABLE=]DTYPE`. The option may be repeated,
+            and `parse` gets one value at a time, as text. None: the option is not set by table.
+        by: the placeholder of what it is set by, if not TABLE.
     """
 
     name: str
@@ -50,38 +50,38 @@ class ExportOption:
     section: str = ""
     field: str | None = None
     flag: str | None = None
-    each: str | None = None
+    metavar: str | None = None
     by: str = "TABLE"
 
     @property
     def file_type(self) -> Any:
         """The type of its value in the file."""
-        return self.written or (ByTable if self.each else self.typed)
+        return self.written or (ByTable if self.metavar else self.typed)
 
     @property
     def terminal_type(self) -> Any:
         """The annotation that typer makes an option of."""
-        metavar = f"[{self.by}=]{self.each}" if self.each else None
+        metavar = f"[{self.by}=]{self.metavar}" if self.metavar else None
         return Annotated[self.typed | None, typer.Option(*filter(None, [self.flag]), metavar=metavar, help=self.help)]
 
-    def value_of(self, given: Any) -> Any:
-        """The field's value, from the value typed or written.
+    def value_of(self, value: Any) -> Any:
+        """Parse a value from the command line or the file into the field's value.
 
         Raises:
             ConfigurationError: naming the setting, what was expected and what came.
         """
-        if not self.each:
-            return self.parse(self.name, given)
-        return parsed_by_table(self.name, self.parse, given)
+        if not self.metavar:
+            return self.parse(self.name, value)
+        return parsed_by_table(self.name, self.parse, value)
 
 
-def parsed_by_table(setting: str, parse: Callable[[str, str], Any], given: ByTable) -> dict[str, Any]:
-    """Parse the value of each table or glob over tables. A value that is not by table is for all tables.
+def parsed_by_table(setting: str, parse: Callable[[str, str], Any], value: ByTable) -> dict[str, Any]:
+    """Parse the value of each table, or glob over tables. A value that is not by table is for all tables.
 
     Raises:
         ConfigurationError: as `parse` does.
     """
-    by_table = given if isinstance(given, dict) else {"*": given}
+    by_table = value if isinstance(value, dict) else {"*": value}
     return {pattern: parse(setting, str(value)) for pattern, value in by_table.items()}
 
 
@@ -92,23 +92,24 @@ def _names(kind: type[Enum]) -> str:
 OPTIONS = (
     ExportOption(
         name="dtype",
-        each="DTYPE",
+        metavar="DTYPE",
         parse=weight_dtype,
-        help=f"{_names(WeightDtype)}; int8 by default. TABLE is a name or a glob; the last that matches counts.",
+        help=f"Dtype of stored rows: {_names(WeightDtype)}; int8 by default. TABLE is a name or a glob such as "
+        "item*; the last match wins.",
     ),
     ExportOption(
         name="id_policy",
-        each="POLICY",
+        metavar="POLICY",
         parse=id_policy,
-        help="error (default) refuses ids outside the table, zero skips them, default_row:N reads row N instead, "
-        "modulo reads row id mod rows.",
+        help="What an id outside the table does: error (default) refuses the request, zero skips the id, "
+        "default_row:N reads row N, modulo reads row id mod rows.",
     ),
     ExportOption(
         name="max_error",
-        each="X",
+        metavar="X",
         parse=real,
-        help="The largest error of an element, in units of the weights. Without --dtype, the smallest dtype within "
-        "it is chosen; with --dtype, the export fails if an element moves further.",
+        help="Largest allowed error of an element, in units of the weights. Without --dtype, the smallest dtype "
+        "within it is chosen; with --dtype, the export fails if an element is further off.",
     ),
     ExportOption(name="checkpoint_prefix", typed=str, help=CHECKPOINT_PREFIX_HELP),
     ExportOption(
@@ -119,45 +120,50 @@ OPTIONS = (
         parse=partial(size_bytes, least=0),
         help=TRAINED_MEMORY_HELP,
     ),
-    ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
+    ExportOption(
+        name="output_dtype",
+        typed=str,
+        parse=output_dtype,
+        help=f"Dtype of served embeddings: {_names(OutputDtype)}; fp32 by default.",
+    ),
     ExportOption(
         name="id_dtype",
         typed=str,
         parse=id_dtype,
-        help="Ids in a request on the wire: int64 (default), or int32, which halves their bytes.",
+        help="Dtype of ids in a request: int64 (default), or int32, which halves their bytes.",
     ),
     ExportOption(
         name="sums_dtype",
         typed=str,
         parse=output_dtype,
-        help="Partial sums that hosts answer a router with: fp32 (default), or fp16, which halves what travels.",
+        help="Dtype of the partial sums that hosts send to a router: fp32 (default), or fp16, half the bytes.",
     ),
     ExportOption(
         name="scores",
         typed=bool,
-        help="Serve the whole model: its layers after the collections are compiled, and answer scores.",
+        help="Serve the whole model: also compile its layers after the collections, and serve their outputs.",
     ),
     ExportOption(
         name="dense_dtype",
         typed=str,
         parse=dense_dtype,
-        help="With --scores: how the weights of the layers after the collections are stored: "
+        help="With --scores: dtype of the weights of the layers after the collections: "
         f"{_names(DenseDtype)}; fp32 by default.",
     ),
     ExportOption(
         name="dense_widths",
         flag="--dense-width",
-        each="N",
+        metavar="N",
         by="INPUT",
         parse=integer,
-        help="With --scores: columns of a dense input that no nn.Linear takes.",
+        help="With --scores: the number of columns of a dense input, if no nn.Linear takes it.",
     ),
     ExportOption(
         name="example",
         typed=str,
         parse=lambda _, spec: named_example(spec),
         help="package.module:name of the arguments of one call of the model: a tuple, a dict by name, or a function "
-        "without arguments that returns either. For models that take anything but one KJT and tensors [B, width].",
+        "without arguments that returns either. Needed if the model takes more than one KJT and tensors [B, width].",
     ),
     ExportOption(
         name="labelled",
@@ -165,13 +171,16 @@ OPTIONS = (
         written=str,
         parse=lambda _, path: Path(path),
         help='With --scores: JSON lines as `tbe-serve score` takes them, with a "label" of 0 or 1 for each sample. '
-        "The export prints their AUC, of what serves and of the trained model.",
+        "The export prints the AUC of the bundle and of the trained model on them.",
     ),
     ExportOption(
-        section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."
+        section="sharding", name="ranks", typed=int, help="Number of ranks on all hosts together; 1 by default."
     ),
     ExportOption(
-        section="sharding", name="ranks_per_host", typed=int, help="Ranks on each host; by default all are on one."
+        section="sharding",
+        name="ranks_per_host",
+        typed=int,
+        help="Ranks on each host; by default all are on one host.",
     ),
     ExportOption(
         section="sharding",
@@ -180,43 +189,43 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=size_bytes,
-        help="What a rank can hold, such as 16GB; by default this machine's memory ÷ ranks.",
+        help="Memory of a rank, such as 16GB; by default this machine's memory ÷ ranks.",
     ),
     ExportOption(
         section="sharding",
         name="types",
         flag="--sharding",
-        each="TYPE",
+        metavar="TYPE",
         parse=lambda _, text: text.lower(),
-        help="auto (TorchRec's planner, default), auto-simple (row-wise over 1 M rows, else column-wise over "
-        f"256 columns, else table-wise), or {_names(ShardingType)}.",
+        help="How tables are sharded: auto (TorchRec's planner, default), auto-simple (row-wise over 1 M rows, else "
+        f"column-wise over 256 columns, else table-wise), or {_names(ShardingType)}.",
     ),
     ExportOption(
         section="sharding",
         name="row_wise_over",
         typed=int,
-        help="auto-simple cuts tables with more rows than this row-wise.",
+        help="auto-simple shards tables with more rows than this row-wise.",
     ),
     ExportOption(
         section="sharding",
         name="column_wise_over",
         typed=int,
-        help="auto-simple cuts tables with more columns than this column-wise.",
+        help="auto-simple shards tables with more columns than this column-wise.",
     ),
     ExportOption(
         section="sharding",
         name="min_partition",
-        each="N",
+        metavar="N",
         parse=integer,
-        help="Least width of a block of columns.",
+        help="Least number of columns in a column-wise shard.",
     ),
     ExportOption(
         section="sharding",
         name="pooling_factors",
         flag="--pooling-factor",
-        each="X",
+        metavar="X",
         parse=real,
-        help="Average number of ids in a bag, for planning; 1 by default.",
+        help="Mean number of ids in a bag, for planning; 1 by default.",
     ),
     ExportOption(
         section="sharding",
@@ -224,7 +233,7 @@ OPTIONS = (
         typed=Path,
         written=str,
         parse=lambda _, path: Path(path),
-        help="A file of captured requests: pooling factors that are not given are measured in it.",
+        help="A file of captured requests, in which pooling factors are measured unless set by --pooling-factor.",
     ),
     ExportOption(
         section="sharding",
@@ -238,14 +247,14 @@ OPTIONS = (
         typed=Path,
         written=str,
         parse=lambda _, path: Path(path),
-        help="Place shards as this file says: JSON as `tbe-export plan --json` prints it.",
+        help="A file with the plan to use: JSON as `tbe-export plan --json` prints it.",
     ),
     ExportOption(
         section="sharding",
         name="hosts_as_models",
         typed=bool,
-        help="Each host serves its shards as a model, NAME-host-0 and so on, and the model NAME is a router "
-        "that asks them.",
+        help="Make a model for each host, NAME-host-0 and so on, which serves its shards, and the model NAME, a "
+        "router that calls them.",
     ),
     ExportOption(
         section="sharding",
@@ -254,8 +263,7 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=partial(size_bytes, least=0),
-        help="With --hosts-as-models: memory of the router for small and hot tables, which it holds itself; "
-        "1GB by default.",
+        help="With --hosts-as-models: the router's memory for small and hot tables of its own; 1GB by default.",
     ),
     ExportOption(
         section="sharding",
@@ -264,6 +272,6 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=bytes_per_s,
-        help="What the network between hosts carries, such as 10Gb/s or 1.25GB/s, for planning.",
+        help="Bandwidth of the network between hosts, such as 10Gb/s or 1.25GB/s, for planning.",
     ),
 )

@@ -18,7 +18,7 @@ A settings file::
     instances = 2
     queue_timeout_ms = 50
 
-If the file and the command line set the same key of the same table, the command line counts.
+If the file and the command line set the same key of the same table, the command line wins.
 `export.commands.options` lists all keys.
 
 A tables file describes tables, for a study without a model::
@@ -96,26 +96,27 @@ def read_settings(path: Path) -> Settings:
     return settings | ({} if sharding is None else msgspec.structs.asdict(sharding))
 
 
-def by_table(given: Sequence[str] | None) -> ByTable | None:
-    """Options of the form [TABLE=]X: ["int8", "item*=fp16"] to {"*": "int8", "item*": "fp16"}."""
-    return {**by_name(given)} if given else None
+def by_table(texts: Sequence[str] | None) -> ByTable | None:
+    """Parse options of the form [TABLE=]X: ["int8", "item*=fp16"] to {"*": "int8", "item*": "fp16"}."""
+    return {**by_name(texts)} if texts else None
 
 
 def merge_settings(first: Settings, then: Settings) -> Settings:
-    """`first`, overridden by the settings of `then`. Values by table are overridden pattern by pattern."""
+    """Return `first`, overridden by the settings of `then`. Values by table are overridden pattern by pattern."""
     merged = dict(first)
     for name, value in then.items():
         before = first.get(name)
         if isinstance(value, dict) and before is not None:
             before = before if isinstance(before, dict) else {"*": before}
-            value = {pattern: each for pattern, each in before.items() if pattern not in value} | value
+            # A pattern of `then` comes last, so that it wins.
+            value = {pattern: old for pattern, old in before.items() if pattern not in value} | value
         if value is not None:
             merged[name] = value
     return merged
 
 
 def export_config(settings: Settings) -> ExportConfig:
-    """Check settings, and make an ExportConfig of them.
+    """Make an ExportConfig of settings.
 
     Raises:
         ConfigurationError: naming the setting, the values that it may have, and the one that it got.
@@ -145,7 +146,7 @@ def _serving(table: Mapping[str, Any]) -> ServingSettings:
 
 def _read_options(*, config: Path | None, **typed: Any) -> ExportConfig:
     for option in OPTIONS:
-        if option.each:
+        if option.metavar:
             typed[option.name] = by_table(typed[option.name])
     if config is None:
         return export_config(typed)
@@ -160,7 +161,7 @@ def _read_options(*, config: Path | None, **typed: Any) -> ExportConfig:
 
 
 def _refusal(settings: Settings) -> str | None:
-    """Why settings are refused. None: they are not."""
+    """Why settings are refused, or None if they are accepted."""
     try:
         export_config(settings)
     except ConfigurationError as error:
@@ -171,7 +172,8 @@ def _refusal(settings: Settings) -> str | None:
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "config": (
         Annotated[
-            Path | None, typer.Option(help="A TOML file with these settings. Options given beside it override it.")
+            Path | None,
+            typer.Option(help="A TOML file with these settings. Options on the command line override it."),
         ],
         None,
     ),
@@ -183,7 +185,7 @@ Config = partial[ExportConfig]
 
 
 def as_written(config: Config, name: str) -> str | None:
-    """What the options of a command, or the file of settings that they name, say of a setting."""
+    """The value of a setting in a command's options or in their settings file, as text, or None."""
     file = config.keywords["config"]
     value = config.keywords[name] if file is None else merge_settings(read_settings(file), config.keywords).get(name)
     return None if value is None else str(value)
@@ -212,16 +214,16 @@ def read_tables(path: Path) -> "tuple[tuple[TrainedTable, ...], Mapping[str, flo
     """
     described = read_toml(path, _TablesFile).tables
     if not described:
-        raise ConfigurationError(f"{path}: expected a table such as [tables.item], found none")
+        raise ConfigurationError(f"{path}: expected a table such as [tables.item], got none")
     tables = tuple(_table(f"{path}: table {name!r}", name, keys) for name, keys in described.items())
     features = [feature for table in tables for feature in table.features]
-    if twice := {feature for feature in features if features.count(feature) > 1}:
-        raise ConfigurationError(f"{path}: feature {min(twice)!r}: expected one table that it reads, found several")
+    if repeated := {feature for feature in features if features.count(feature) > 1}:
+        raise ConfigurationError(f"{path}: feature {min(repeated)!r}: expected it in one table, got it in several")
     return tables, {name: keys.pooling_factor for name, keys in described.items()}
 
 
 def _table(where: str, name: str, keys: _TableKeys) -> "TrainedTable":
-    from export.trained.tables import TrainedTable  # it imports torch, for which other commands need not wait
+    from export.trained.tables import TrainedTable  # imports torch, which most commands do not need
 
     if keys.rows < 1 or keys.dim < 4 or keys.dim % 4 or keys.rows * keys.dim > MOST_BYTES:
         raise ConfigurationError(

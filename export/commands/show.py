@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from export.parity.verify import Verification
 
 _MARKS = {
-    "·w": "its ids carry weights",
-    "·p": "its ids are weighted by their position in the bag",
-    "·m": "any int64 is an id; a map gives each a row, and knows this many ids",
+    "·w": "ids carry weights",
+    "·p": "ids are weighted by their position in the bag",
+    "·m": "any int64 is an id; a map of this many known ids gives the row",
     "·h": "as ·m, for ids below the module's input_hash_size, rounded up to a multiple of its buckets",
 }
 
@@ -55,8 +55,8 @@ def show_tables(manifest: Manifest) -> None:
             size_text(4 * spec.rows * spec.dim),
             size_text(spec.rows * spec.row_bytes),
         )
-    found = [*marks.values(), *(_map_mark(spec.id_map) for spec in manifest.tables if spec.id_map is not None)]
-    table.caption = "; ".join(f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in found) or None
+    shown_marks = [*marks.values(), *(_map_mark(spec.id_map) for spec in manifest.tables if spec.id_map is not None)]
+    table.caption = "; ".join(f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in shown_marks) or None
     out.print(table)
 
 
@@ -65,13 +65,13 @@ def _map_mark(id_map: IdMap) -> str:
 
 
 def _weighted_marks(manifest: Manifest) -> dict[str, str]:
-    """The mark of each table, by name; "" where its ids are not weighted."""
+    """Return the mark of each table by name; "" if its ids are not weighted."""
     by_position = {feature.table for feature in manifest.features if feature.position_weights is not None}
     return {table.name: ("·p" if table.name in by_position else "·w") * table.weighted for table in manifest.tables}
 
 
 def show_placement(report: PlanReport) -> None:
-    """Print how each table is cut, and on which ranks its shards are."""
+    """Print how each table is sharded, and on which ranks its shards are."""
     where = "where" if report.transfers else "ranks"
     table = _table("placement", "table", right=("shape", "dtype", "type", "shards", "largest", where))
     for name, placed in report.tables.items():
@@ -88,7 +88,7 @@ def show_placement(report: PlanReport) -> None:
 
 
 def show_published(path: Path, manifest: Manifest) -> None:
-    """Print where a bundle is, and what is to be done next.
+    """Print the path of a published bundle and the next command to run.
 
     Args:
         path: <repository>/<model>/<version>.
@@ -97,12 +97,12 @@ def show_published(path: Path, manifest: Manifest) -> None:
     out.print(f"published {path}", soft_wrap=True)
     model = path.parent
     if not manifest.hosts:
-        following = f"tbe-serve run {model.parent}"
+        command = f"tbe-serve run {model.parent}"
         if os.path.lexists(release_path(model)):
-            following = f"tbe-export release {model} {path.name}"
-        elif len(versions(model)) > 1:  # a server that runs has another
-            following = f"tbe-serve load {model.name}"
-        out.print(f"next: {following}", soft_wrap=True)
+            command = f"tbe-export release {model} {path.name}"
+        elif len(versions(model)) > 1:  # a running server serves an older version
+            command = f"tbe-serve load {model.name}"
+        out.print(f"next: {command}", soft_wrap=True)
         return
     models = ", ".join(host.model for host in manifest.hosts)
     addresses = settings_of(read_config(model)).hosts or {}
@@ -110,11 +110,14 @@ def show_published(path: Path, manifest: Manifest) -> None:
         options = " ".join(f"--host {host}=ADDRESS" for host in unknown)
         out.print(f"next: serve {models}; then tbe-serve configure {model} {options}", soft_wrap=True)
     else:
-        out.print(f"next: serve version {path.name} of {models}; then that of {model.name}", soft_wrap=True)
+        version = path.name
+        out.print(
+            f"next: serve version {version} of {models}; then version {version} of {model.name}", soft_wrap=True
+        )
 
 
 def show_hosts(manifest: Manifest) -> None:
-    """Print where a bundle stands among those of several hosts; nothing for one that stands alone."""
+    """Print the router that a host's bundle belongs to, or the hosts of a router's bundle."""
     if (part := manifest.part_of) is not None:
         out.print(f"host {part.host} of {part.model!r}: its tables are shards, its features are sums for a router")
     if manifest.hosts:
@@ -125,10 +128,10 @@ def show_hosts(manifest: Manifest) -> None:
 
 
 def show_ranks(report: PlanReport, *, traffic: bool) -> None:
-    """Print the shards and bytes of each rank; if `traffic`, also the bytes that a request moves to and from it."""
-    first, what = (("where",), "hosts") if report.transfers else (("rank", "host"), "ranks")
+    """Print the shards and bytes of each rank; if `traffic`, also the bytes that a request sends to and from it."""
+    first, unit = (("where",), "hosts") if report.transfers else (("rank", "host"), "ranks")
     columns = (*first, "shards", "bytes", "share", *(("ids in", "sums out") if traffic else ()))
-    title = f"{what}, and what a request of {report.batch_size:,} samples moves" if traffic else what
+    title = f"{unit}, and the bytes that a request of {report.batch_size:,} samples moves" if traffic else unit
     table = _table(title, right=columns)
     for name, rank in zip(report.names, report.ranks, strict=True):
         moved = (size_text(rank.bytes_in), size_text(rank.bytes_out)) if traffic else ()
@@ -138,7 +141,7 @@ def show_ranks(report: PlanReport, *, traffic: bool) -> None:
 
 
 def show_memory(manifest: Manifest, report: PlanReport) -> None:
-    """Print what the largest server of a plan needs of memory, by its parts: see `MemoryNeed`."""
+    """Print the memory that the largest server of a plan needs, by its parts: see `MemoryNeed`."""
     settings = ServingSettings()
     by_server = Counter[int]()
     for rank in report.ranks:
@@ -148,78 +151,84 @@ def show_memory(manifest: Manifest, report: PlanReport) -> None:
         instances=settings.instances,
         shared_bytes=shared_bytes_of(manifest, settings),
     )
-    table = _table("memory of the largest server", "when", right=("tables", "processes", "shared", "in all"))
+    table = _table("memory of the largest server", "when", right=("tables", "processes", "shared", "total"))
     tables, processes, shared = need.weights_bytes, need.processes_bytes, need.shared_bytes * need.instances
     for when, *parts, total in (
         ("always", tables, processes, 0, need.request_bytes),
-        ("at most, certificates renewed", tables, 2 * processes, 2 * shared, need.limit_bytes),
-        ("a second version, too", 2 * tables, None, None, need.switching_bytes(tables)),
+        ("while certificates are renewed", tables, 2 * processes, 2 * shared, need.limit_bytes),
+        ("while two versions are loaded", 2 * tables, None, None, need.switching_bytes(tables)),
     ):
         table.add_row(when, *("" if part is None else size_text(part) for part in parts), size_text(total))
     out.print(table)
 
 
 def show_transfers(report: PlanReport) -> None:
-    """Print what a request moves between the router and its hosts, a line for each table that is on hosts."""
+    """Print the bytes that a request moves between router and hosts, a line for each table that is on hosts."""
     title = f"between router and hosts, for a request of {report.batch_size:,} samples"
     table = _table(title, "table", "hosts", "sums", right=("router → hosts", "hosts → router"))
     by_table: dict[str, list[Transfer]] = {name: [] for name in report.tables}
     for transfer in report.transfers:
         by_table[transfer.table].append(transfer)
-    for name, moved in by_table.items():
-        if not moved:
-            continue
-        to_hosts, to_router = sum(each.to_host_bytes for each in moved), sum(each.to_router_bytes for each in moved)
-        hosts = _ranges({each.host for each in moved})
-        table.add_row(name, hosts, moved[0].pattern, size_text(to_hosts), size_text(to_router))
-    if own := sum(not moved for moved in by_table.values()):
-        table.add_row(f"{own} in the router", "–", "–", "nothing", "nothing")
+    for name, transfers in by_table.items():
+        if transfers:
+            hosts = _ranges({transfer.host for transfer in transfers})
+            table.add_row(name, hosts, transfers[0].pattern, *_transferred(transfers))
+    if in_router := sum(not transfers for transfers in by_table.values()):
+        table.add_row(f"{in_router} in the router", "–", "–", "nothing", "nothing")
     table.add_section()
-    every = report.transfers
-    to_hosts, to_router = sum(each.to_host_bytes for each in every), sum(each.to_router_bytes for each in every)
-    table.add_row("all", "", "", size_text(to_hosts), size_text(to_router))
+    table.add_row("all", "", "", *_transferred(report.transfers))
     out.print(table)
+
+
+def _transferred(transfers: Sequence[Transfer]) -> tuple[str, str]:
+    """The bytes to hosts and to the router, as text."""
+    to_hosts = sum(transfer.to_host_bytes for transfer in transfers)
+    to_router = sum(transfer.to_router_bytes for transfer in transfers)
+    return size_text(to_hosts), size_text(to_router)
 
 
 def show_parity(parity: Iterable[Parity]) -> None:
     """Print the largest error of an element at each step, a line for each table."""
     table = _table(
-        "largest error of an element of a row, step by step from the float table",
+        "largest error of an element of a row, at each step from the float table",
         "table",
         right=("quantized", "limit", "cosine", "sharded", "scripted", "reloaded", "trained"),
     )
-    for each in parity:
+    for of_table in parity:
         table.add_row(
-            each.table,
-            _error(each.quantized.largest),
-            _error(each.limit),
-            f"{each.quantized.cosine:.6f}",
-            *(_error(step.largest) if step else "–" for step in (each.sharded, each.scripted, each.reloaded)),
-            _error(each.trained.largest) if each.trained else "–",
+            of_table.table,
+            _error(of_table.quantized.largest),
+            _error(of_table.limit),
+            f"{of_table.quantized.cosine:.6f}",
+            *(
+                _error(step.largest) if step else "–"
+                for step in (of_table.sharded, of_table.scripted, of_table.reloaded)
+            ),
+            _error(of_table.trained.largest) if of_table.trained else "–",
         )
     out.print(table)
     _explain(
-        "quantized: stored rows against float rows",
-        "limit: the most that quantized may be: --max-error, or what rounding to the dtype explains",
+        "quantized: stored rows compared with float rows",
+        "limit: the largest allowed quantized error: --max-error, or the rounding error of the dtype",
         "cosine: similarity of all stored rows and all float rows; 1 is the same direction",
-        "sharded, scripted, reloaded: answers against those of the step before; 0, but for rounding",
-        "scripted: – where the bundle has no program.pt",
-        "trained: answers against those of the trained module; – where it was not run",
-        "answers are to one fixed request; their errors are divided by the ids of a bag",
+        "sharded, scripted, reloaded: answers compared with the step before; 0 except for rounding",
+        "scripted: – if the bundle has no program.pt",
+        "trained: answers compared with the trained module's; – if it was not run",
+        "answers are to one fixed request; their errors are divided by the number of ids in a bag",
     )
 
 
 def show_scores(manifest: Manifest, part: DensePart | None) -> None:
-    """Print what scores are made of, and how far they moved, a line for each output; nothing where there are none.
+    """Print the error of each output of a dense part, and its inputs; nothing if the bundle has no dense part.
 
     Args:
         manifest: of the bundle.
-        part: its dense part, with the parity that is shown.
+        part: its dense part, with the parity to print.
     """
     if part is None:
         return
     right = ("shape", "largest |score|", "compiled", "merged", "trained", "mean trained")
-    table = _table("scores, and the largest error of one", "output", right=right)
+    table = _table("largest error of a score", "output", right=right)
     for output in part.outputs:
         parity = output.parity
         table.add_row(
@@ -233,17 +242,21 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         )
     out.print(table)
     _explain(
-        "largest |score|: of one fixed request",
-        "compiled: scores against those of the model's layers before they are compiled",
-        "merged: scores of requests that are answered together against those of each alone",
-        "trained, mean trained: scores, with stored rows, against those of the trained model; – where it was not run",
+        "largest |score|: in the answer to one fixed request",
+        "compiled: scores compared with those of the layers before compilation",
+        "merged: scores of merged requests compared with those of each request alone",
+        "trained, mean trained: scores compared with the trained model's; – if it was not run",
     )
     _show_auc({output.name: output.parity.auc for output in part.outputs if output.parity.auc is not None})
     inputs = ", ".join(
         [
             "embeddings",
-            *map(_described, part.inputs),
-            *(f"{each.kind.value.lower()} of {each.name}" for each in part.jagged if each.name not in part.by_id),
+            *(f"{dense.name} {_typed(dense)}" for dense in part.inputs),
+            *(
+                f"{jagged.kind.value.lower()} of {jagged.name}"
+                for jagged in part.jagged
+                if jagged.name not in part.by_id
+            ),
         ]
     )
     fastest, *slower = part.files_by_speed
@@ -254,92 +267,84 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         time = "" if file.relative_time is None else f", {file.relative_time:.2f} times its time"
         out.print(f"{file.name}: {size}, answers as {fastest.name}{time}", soft_wrap=True, markup=False)
     rules = [f"exactly {length} ids of {key}" for key, length in part.fixed_lengths.items()]
-    rules += [f"as many ids of {', '.join(others)} as of {first}" for first, *others in part.together]
+    rules += [f"as many ids of {', '.join(keys)} as of {first}" for first, *keys in part.together]
     for rule in rules:
         out.print(f"scores need {rule} in each sample", soft_wrap=True, markup=False)
     if part.mixes_samples:
-        why = part.mixed_by or "the scores of a sample depend on the others of its request"
+        why = part.mixed_by or "the scores of a sample depend on the other samples of its request"
         out.print(f"requests are scored one by one: samples may meet in {why}", soft_wrap=True, markup=False)
 
 
-def show_remarks(noted: Manifest | PlanReport) -> None:
+def show_remarks(source: Manifest | PlanReport) -> None:
     """Print what a bundle leaves out, and the notes of a bundle or a plan, a line each."""
-    if isinstance(noted, Manifest) and noted.left_out:
-        out.print(f"left out: {', '.join(noted.left_out)}", soft_wrap=True)
-    for note in noted.notes:
+    if isinstance(source, Manifest) and source.left_out:
+        out.print(f"left out: {', '.join(source.left_out)}", soft_wrap=True)
+    for note in source.notes:
         out.print(f"note: {note}", soft_wrap=True)
 
 
 def show_cached(bundle: Path, manifest: Manifest) -> None:
-    """Print how much of the weights is in memory, in which pages; nothing where that cannot be told."""
-    found = [cached(bundle / name) for name in manifest.weights_files]
-    there = [each for each in found if each is not None]
-    if there and len(there) == len(found):
-        size, huge = (size_text(sum(numbers)) for numbers in zip(*there, strict=True))
-        out.print(f"in the page cache: {size} of the weights, {huge} of that in huge pages")
+    """Print how much of the weights is in the page cache; nothing if the kernel does not say."""
+    sizes = [size for name in manifest.weights_files if (size := cached(bundle / name)) is not None]
+    if sizes and len(sizes) == len(manifest.weights_files):
+        total, huge = (size_text(sum(numbers)) for numbers in zip(*sizes, strict=True))
+        out.print(f"in the page cache: {total} of the weights, {huge} of it in huge pages")
 
 
 def show_deltas(bundle: Bundle) -> None:
-    """Print which deltas a bundle has, and how many more lie beside the repository; nothing if there are none."""
+    """Print which deltas are part of a bundle, and the later ones beside the repository, if any."""
     model, manifest = bundle.path.absolute().parent, bundle.manifest
     folder = deltas_folder(model.parent) / model.name / lineage_of(bundle.digest, manifest.compacted)
     if manifest.compacted is not None:
-        out.print(f"compacted: has deltas up to {manifest.sequence} of lineage {folder.name}")
+        out.print(f"compacted: deltas up to {manifest.sequence} of lineage {folder.name} are part of it")
     if steps := [step for step in steps_in(folder) if step.sequence > manifest.sequence]:
         size = size_text(sum(delta_path(folder, *step).stat().st_size for step in steps))
         out.print(f"deltas: {len(steps)}, up to {steps[-1].sequence}, {size}, in {folder}", soft_wrap=True)
 
 
 def show_verification(verification: "Verification") -> None:
-    """Print every step of every table."""
+    """Print the error of every table at every step."""
     title = "error of an element of a row"
     table = _table(title, "table", "step", right=("largest", "mean", "cosine", "worst row"))
-    for each in verification.parity:
+    for parity in verification.parity:
         steps: dict[str, Agreement | None] = {
-            "float ↔ quantized": each.quantized,
-            "quantized ↔ sharded": each.sharded,
-            "sharded ↔ scripted": each.scripted,
-            f"{'scripted' if each.scripted else 'sharded'} ↔ reloaded": each.reloaded,
-            "trained ↔ reloaded": each.trained,
+            "float ↔ quantized": parity.quantized,
+            "quantized ↔ sharded": parity.sharded,
+            "sharded ↔ scripted": parity.scripted,
+            f"{'scripted' if parity.scripted else 'sharded'} ↔ reloaded": parity.reloaded,
+            "trained ↔ reloaded": parity.trained,
         }
         for name, step in steps.items():
             if step is None:
                 continue
             # All steps but the first compare answers to a probe, in which a "row" is a sample.
             worst = f"{step.worst_row:,}" if step.largest else "–"
-            worst += "" if step is each.quantized or worst == "–" else " (probe)"
-            table.add_row(each.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
+            worst += "" if step is parity.quantized or worst == "–" else " (probe)"
+            table.add_row(parity.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
         table.add_section()
     out.print(table)
     _explain(
         "quantized: stored rows; sharded: the program, compared with numpy's sums; scripted: compiled",
-        "reloaded: from the published files, in another process; trained: the trained module itself",
-        "(probe): a sample of one fixed request, whose errors are divided by the ids of a bag",
+        "reloaded: the published files, in another process; trained: the trained module itself",
+        "(probe): a sample of one fixed request; its errors are divided by the number of ids in a bag",
     )
 
 
 def _explain(*lines: str) -> None:
-    """Print what the columns of a table are, under it."""
+    """Print the meaning of a table's columns below it."""
     for line in lines:
         out.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
-def _shape(of: DenseInput | ScoreOutput) -> str:
-    rows = "B" if of.key is None else f"ids of {of.key}"
-    return f"[{', '.join((rows, *map(str, of.shape)))}]"
-
-
-def _typed(of: DenseInput | ScoreOutput) -> str:
-    """The dtype, but for FP32, and the shape."""
-    return _shape(of) if of.dtype.value == InputDtype.FP32.value else f"{of.dtype.value} {_shape(of)}"
-
-
-def _described(of: DenseInput) -> str:
-    return f"{of.name} {_typed(of)}"
+def _typed(tensor: DenseInput | ScoreOutput) -> str:
+    """Write the shape, such as "[B, 64]", after the dtype unless it is FP32."""
+    rows = "B" if tensor.key is None else f"ids of {tensor.key}"
+    shape = f"[{', '.join((rows, *map(str, tensor.shape)))}]"
+    return shape if tensor.dtype.value == InputDtype.FP32.value else f"{tensor.dtype.value} {shape}"
 
 
 def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:
-    """Print the AUC of outputs; nothing where none was measured."""
+    """Print the AUC of outputs, if it was measured."""
     if not measured:
         return
     table = _table("AUC on labelled samples", "output", right=("served", "trained", "samples"))
@@ -347,16 +352,16 @@ def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:
         trained = "–" if auc.trained is None else f"{auc.trained:.5f}"
         table.add_row(name, f"{auc.served:.5f}", trained, f"{auc.samples:,}")
     out.print(table)
-    _explain("served: of what serves, with stored rows; trained: of the trained model; – where it was not run")
+    _explain("served: the bundle's scores; trained: the trained model's scores; – if it was not run")
 
 
 def _error(error: float) -> str:
-    """An error in two digits; "0" where there is none."""
+    """Write an error with two digits, or "0"."""
     return f"{error:.1e}" if error else "0"
 
 
 def _where(report: PlanReport, ranks: set[int]) -> str:
-    """The names of the ranks that have a table's shards."""
+    """Name the ranks that have a table's shards."""
     if not report.transfers:
         return _ranges(ranks)
     hosts = {report.ranks[rank].host for rank in ranks} - {ROUTER}

@@ -1,4 +1,4 @@
-"""`tbe-export inspect`, `verify`, `release` and `prune`: versions that are published."""
+"""`tbe-export inspect`, `verify`, `push`, `release` and `prune`: work on published versions."""
 
 import os
 from pathlib import Path
@@ -52,9 +52,9 @@ from serving.terminal.output import print_json
 
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest itself.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what a bundle holds: tables, dtypes, bytes before and after, shards, features, versions, parity."""
+    """Show a bundle: tables, dtypes, bytes before and after, shards, features, package versions, parity."""
     opened = open_bundle(bundle)
     manifest = opened.manifest
     if as_json:
@@ -83,19 +83,19 @@ def verify(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="package.module:function of the trained model, to compare rows, answers and scores with."),
+        typer.Option(
+            help="package.module:function that builds the trained model, to compare rows, answers and scores with."
+        ),
     ] = None,
     checkpoint: CheckpointOption = None,
     checkpoint_prefix: CheckpointPrefixOption = None,
     example: Annotated[
         str | None,
-        typer.Option(help="package.module:name of one call of the model, as `tbe-export model --example` took it."),
+        typer.Option(help="package.module:name of the arguments of one call, as for `tbe-export model --example`."),
     ] = None,
     labelled: Annotated[
         Path | None,
-        typer.Option(
-            help="JSON lines with labels, as `tbe-export model --labelled` takes them, to measure the AUC on."
-        ),
+        typer.Option(help="JSON lines with labels, as for `tbe-export model --labelled`, to measure the AUC on."),
     ] = None,
     trained_memory: Annotated[str | None, typer.Option(help=TRAINED_MEMORY_HELP)] = None,
     trusted_keys: Annotated[
@@ -104,13 +104,12 @@ def verify(
     deltas: DeltasOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read every byte of a bundle and its deltas, and check its answers at each step; exits with 1 if one differs."""
-    if checkpoint is not None and model is None:
-        raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
-    if example is not None and model is None:
-        raise ConfigurationError("--example: expected --model too: it is a call of that")
-    if labelled is not None and model is None:
-        raise ConfigurationError("--labelled: expected --model too: its scores are compared with those of the bundle")
+    """Read every byte of a bundle and its deltas, and check its answers at each step. Exits with 1 if one differs."""
+    if model is None:
+        needs_model = {"--checkpoint": checkpoint, "--example": example, "--labelled": labelled}
+        for option, value in needs_model.items():
+            if value is not None:
+                raise ConfigurationError(f"{option}: expected --model with it, the model to compare the bundle with")
     limit = None if trained_memory is None else size_bytes("trained_memory", trained_memory, 0)
     check_pins()
     from export.parity.verify import as_json
@@ -141,10 +140,10 @@ def verify(
         manifest = verification.bundle.manifest
         show_verification(verification)
         show_scores(manifest, verification.dense_part)
-        if verification.taken is not None:
-            out.print(f"compared with {verification.taken}", soft_wrap=True)
+        if verification.source is not None:
+            out.print(f"compared with {verification.source}", soft_wrap=True)
         size = sum(file.size_bytes for file in manifest.files.values())
-        out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
+        out.print(f"{len(manifest.files)} files ({size:,} bytes) match their digests", soft_wrap=True)
         if count:
             out.print(f"{count:,} deltas were read")
         for path in verification.absent:
@@ -157,8 +156,8 @@ def verify(
         elif not verification.is_run:
             floats = size_text(sum(4 * table.rows * table.dim for table in manifest.tables))
             out.print(
-                f"trained was not measured: the tables take {floats} as FP32: at most half of the free memory is "
-                "filled with them, or --trained-memory",
+                f"trained was not measured: the tables take {floats} as FP32, more than half of the free memory or "
+                "--trained-memory",
                 soft_wrap=True,
             )
     failures = *verification.failures, *problems
@@ -171,10 +170,11 @@ def push(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
     url: Annotated[str, typer.Argument(help="The repository in a store, such as s3://bucket/models.")],
     settings: Annotated[
-        bool, typer.Option("--settings", help="Replace the settings in the store: config.pbtxt and the warm-up.")
+        bool,
+        typer.Option("--settings", help="Replace the settings in the store: config.pbtxt and the warm-up requests."),
     ] = False,
 ) -> None:
-    """Upload to a store what it lacks of a model and its hosts' models: settings, versions, and a newer release.
+    """Upload a model and its hosts' models to a store: settings, and the versions and release that it does not have.
 
     The manifest.json of a version is uploaded last. An interrupted push publishes nothing; run it again to resume.
     """
@@ -189,19 +189,21 @@ def release(
     ],
     versions: Annotated[
         list[int],
-        typer.Argument(min=1, max=2**63 - 1, help="What is to be served. The newest answers callers that name none."),
+        typer.Argument(
+            min=1, max=2**63 - 1, help="Versions to serve. The newest answers requests that name no version."
+        ),
     ],
     signing_key: Annotated[
         Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the release.")
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(help="Read every file of the versions first, and compare it with its digest."),
+        typer.Option(help="First read every file of the versions, and compare it with its digest."),
     ] = True,
 ) -> None:
-    """Have every server that follows the model's releases (`tbe-serve run --follow`) serve these versions.
+    """Make every server that follows the model's releases (`tbe-serve run --follow`) serve these versions.
 
-    To go back, release the older version; with --no-verify at once. Nothing is restarted.
+    To roll back, release the older version; --no-verify does so at once. No server restarts.
     """
     key = None if signing_key is None else read_signing_key(signing_key)
     repository, _, name = (model.rstrip("/") if is_url(model) else os.path.abspath(model)).rpartition("/")
@@ -216,29 +218,31 @@ def release(
     out.print(f"{repository}/{path.name}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
     if was_signed:
         out.print(
-            "the release was signed before: servers with trusted keys refuse it until you sign it, --signing-key",
+            "the last release was signed, this one is not: servers with trusted keys refuse it until you release "
+            "with --signing-key",
             soft_wrap=True,
         )
 
 
 def prune(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
-    keep: Annotated[int, typer.Option(help="How many of the newest versions are always kept.")],
+    keep: Annotated[int, typer.Option(help="Number of newest versions that are always kept.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; print what would be removed.")] = False,
     deltas: DeltasOption = None,
     squashed: Annotated[
-        bool, typer.Option("--squashed", help="Also remove deltas that a squashed one replaces for every version.")
+        bool,
+        typer.Option("--squashed", help="Also remove deltas that a squashed delta replaces for every version."),
     ] = False,
 ) -> None:
     """Remove old versions of a model, and their deltas.
 
-    A version that a server on this host has open, or that is to be served, stays.
+    Versions that a server on this host has open, and released ones, are kept.
     """
     takes_deltas = settings_of(read_config(model)).weights_memory == WeightsMemory.LIVE
     if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():
         complain(
             "tbe-export",
-            f"{model}: keeps its deltas, which are not beside the repository: name their folder, --deltas",
+            f"{model}: its deltas are not beside the repository, and are kept: name their folder with --deltas",
         )
     for fate in prune_versions(model, keep, dry_run=dry_run, deltas=deltas):
         removed = "would be removed" if dry_run else "removed"

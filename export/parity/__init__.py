@@ -1,1 +1,1 @@
-"""How far each table's numbers move on the way to an answer: float, stored, sharded, scripted, reloaded, trained."""
+"""How far the numbers of tables are off at each step: float, quantized, sharded, scripted, reloaded, trained."""

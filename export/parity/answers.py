@@ -1,4 +1,4 @@
-"""The answers to one probe, at each step from the stored rows to a served model."""
+"""Answer one probe at each step from the stored rows to a served model."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ Arguments = tuple[Tensor, Tensor, Tensor | None]
 
 
 def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> Arguments:
-    """A request for all keys of pooled features, as programs take it.
+    """Convert a request for all keys of pooled features to the arguments of a program.
 
     Args:
         manifest: of the bundle.
@@ -54,14 +54,7 @@ def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> A
 
 
 def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: IdMaps | None) -> Outputs:
-    """The outputs of a program, compiled or not.
-
-    Args:
-        program: of the bundle.
-        manifest: of the bundle.
-        probe: the request.
-        maps: of the bundle's ids.
-    """
+    """Answer a probe by the program of a bundle, compiled or not."""
     schema = schema_of(manifest, maps)
 
     def look_up(batches: Sequence[Batch]) -> list[BatchAnswer]:
@@ -84,7 +77,7 @@ class Answers:
         sharded: by the program before it is compiled.
         scripted: by TorchScript. None: the bundle has no `program.pt`, or torch cannot load it.
         reloaded: by another process, from the files.
-        requested: to the request of scores, by another process, from the files. Empty: there are no scores.
+        requested: to the request for scores, by another process, from the files. Empty: the bundle has no scores.
     """
 
     probe: Tensors
@@ -95,9 +88,9 @@ class Answers:
     requested: ByFeature
 
     def refusals(self, manifest: Manifest) -> list[str]:
-        """A line for each answer that differs from the one of the step before.
+        """A line for each answer that differs from that of the step before.
 
-        `sharded` may differ from `pooled` as far as FP32 summation explains. The others must be equal.
+        `sharded` may differ from `pooled` by what FP32 summation explains. The other steps must agree exactly.
         """
         tables = {feature.name: feature.table for feature in manifest.features}
         refusals = [
@@ -107,22 +100,23 @@ class Answers:
         steps = [("a fresh process", self.scripted or self.sharded, self.reloaded)]
         if self.scripted is not None:
             steps.insert(0, ("the compiled program", self.sharded, self.scripted))
-        for what, before, after in steps:
+        for step, before, after in steps:
             for table in manifest.tables:
-                pairs = (_doubles(after[name], before[name]) for name, of in tables.items() if of == table.name)
+                features = [name for name, of_feature in tables.items() if of_feature == table.name]
+                pairs = (_doubles(after[name], before[name]) for name in features)
                 largest = max(np.abs(np.subtract(a, b)).max() for a, b in pairs)
                 if largest:
-                    refusals.append(f"table {table.name!r}: {what} answers differently, by {largest:.3g}")
+                    refusals.append(f"table {table.name!r}: {step} answers differently, by {largest:.3g}")
         return refusals
 
     def parity(self, manifest: Manifest, table: Table, quantized: Agreement, limit: float) -> Parity:
-        """How far the numbers of one table moved at each step, as errors of an element of one row.
+        """The errors of one table at each step, as errors of an element of one row.
 
         Args:
             manifest: features and tables.
             table: the table.
-            quantized: its float rows compared with its stored ones.
-            limit: the largest error that `quantized` may have.
+            quantized: its float rows compared with its stored rows.
+            limit: the largest allowed error of `quantized`.
         """
         ids = ids_in_bags(manifest, self.probe)
 
@@ -133,7 +127,7 @@ class Answers:
                     tally.add(0, *by_id(ids[feature.name], before[feature.name], after[feature.name]))
             return tally.agreement
 
-        # Where a sum may leave the range of its dtype, it is compared with itself.
+        # A sum that may leave the range of its dtype is compared with itself.
         exact = {
             name: np.where(np.isinf(bound), self.sharded[name], answer)
             for name, answer, bound in zip(self.pooled.features, self.pooled.answers, self.pooled.bounds, strict=True)
@@ -162,7 +156,7 @@ def answer_probe(
         manifest: of the bundle.
         program: the compiled program. None: there is none.
         fresh: another process.
-        request: of scores; None: there are none.
+        request: for scores; None: the bundle has no scores.
 
     Raises:
         ParityError: a fresh process cannot answer from the directory.
@@ -186,24 +180,24 @@ def answer_probe(
 
 
 def by_feature(manifest: Manifest, request: Tensors, outputs: Outputs) -> ByFeature:
-    """The outputs of a request for all keys by feature: [B, dim], or of one that is not pooled [n, dim]."""
+    """Split the outputs of a request for all keys by feature: [B, dim] if it is pooled, otherwise [n, dim]."""
     lengths = request.lengths.reshape(len(manifest.keys), -1).sum(axis=1)
     ids = dict(zip(manifest.keys, lengths.tolist(), strict=True))
-    found: dict[str, npt.NDArray[Any]] = {}
-    column = place = 0
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    column = element = 0
     for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
         if table.is_sequence:
             count = ids[feature.key] * table.dim
-            found[feature.name] = outputs[SEQUENCES][place : place + count].reshape(-1, table.dim)
-            place += count
+            arrays[feature.name] = outputs[SEQUENCES][element : element + count].reshape(-1, table.dim)
+            element += count
         else:
-            found[feature.name] = outputs[EMBEDDINGS][:, column : column + table.dim]
+            arrays[feature.name] = outputs[EMBEDDINGS][:, column : column + table.dim]
             column += table.dim
-    return found
+    return arrays
 
 
 def assembled_manifest(router: Manifest) -> Manifest:
-    """The same tables, features and plan, with a file of weights for every rank."""
+    """The manifest of a router's tables, features and plan in one bundle, with a weights file for every rank."""
     ranks = tuple(
         msgspec.structs.replace(rank, weights_file=f"weights.{number}.bin")
         for number, rank in enumerate(router.plan.ranks)
@@ -235,31 +229,31 @@ def answer_assembled(
         program: its program, compiled. None: there is none.
         parts: the bundle of each rank that is on another host.
         fresh: another process.
-        request: of scores; None: there are none.
+        request: for scores; None: the bundle has no scores.
 
     Raises:
         ParityError: a fresh process cannot answer.
     """
     whole = assembled_manifest(router)
-    own = weights_path(directory, router, 0)
-    files = {0: (own, router.files[own.name])}
+    router_weights = weights_path(directory, router, 0)
+    files = {0: (router_weights, router.files[router_weights.name])}
     files |= {rank: (part.path / FIRST_WEIGHTS, part.manifest.files[FIRST_WEIGHTS]) for rank, part in parts.items()}
     with tempfile.TemporaryDirectory() as folder, _as_compiled_for(program, whole):
-        known = {}
+        digests = {}
         for rank, link in weights_paths(Path(folder), whole).items():
-            file, known[link.name] = files[rank]
+            file, digests[link.name] = files[rank]
             link.symlink_to(file.absolute())
         if IDS in whole.mapped_files:
             (Path(folder) / IDS).symlink_to((directory / IDS).absolute())
-            known[IDS] = router.files[IDS]
-        whole = write_program(Path(folder), whole, program, known)
+            digests[IDS] = router.files[IDS]
+        whole = write_program(Path(folder), whole, program, digests)
         write_manifest(Path(folder), whole)
         return answer_probe(Path(folder), whole, program, fresh, request)
 
 
 @contextmanager
 def _as_compiled_for(program: "torch.jit.ScriptModule | None", manifest: Manifest) -> Iterator[None]:
-    """Have `program` say that it was compiled for `manifest`, which differs only in where weights are."""
+    """Inside the block, `program` has the digest of `manifest`, which differs from its own only in weights files."""
     if program is None:
         yield
         return
@@ -274,21 +268,21 @@ def _as_compiled_for(program: "torch.jit.ScriptModule | None", manifest: Manifes
 def by_id(
     ids: npt.NDArray[np.float64], before: npt.NDArray[Any], after: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Two answers of a feature, divided by the ids of their bags: their difference is one of an element of a row.
+    """Divide two answers of a feature by the ids of each bag, so that they differ by the error of one row's element.
 
     Args:
-        ids: in each bag, as `ids_in_bags` counts them. Weights whose sum is below 1 make no difference larger.
+        ids: the ids in each bag, by `ids_in_bags`. A sum of weights below 1 counts as 1, so that no error grows.
         before, after: [B, dim] or [n, dim].
     """
     a, b = _doubles(before, after)
-    most = np.maximum(ids, 1)
-    return a / most, b / most
+    divisor = np.maximum(ids, 1)
+    return a / divisor, b / divisor
 
 
 def ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.float64]]:
-    """The rows that are added up in each answer, or the sum of |weight| over them: by feature, float64 [B, 1].
+    """The number of rows that each answer adds up, or the sum of their |weights|: by feature, float64 [B, 1].
 
-    [[1]] for features whose rows are not added up: those of a mean, and those that are not pooled.
+    It is [[1]] for features with mean pooling, or without pooling.
     """
     bags = probe.lengths.reshape(len(manifest.keys), -1)
     weights = np.ones(probe.values.size) if probe.weights is None else np.abs(probe.weights.astype(np.float64))
@@ -309,5 +303,5 @@ def ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.
 
 
 def _doubles(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Two answers as float64, finite where they differ."""
+    """Convert two answers to float64, with finite numbers wherever they differ."""
     return finite(a.astype(np.float64), b.astype(np.float64))

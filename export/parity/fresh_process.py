@@ -1,4 +1,4 @@
-"""Another process, which answers probes from the files of bundles as serving does."""
+"""A fresh process that answers probes from the files of bundles, as serving does."""
 
 import json
 import subprocess
@@ -19,9 +19,9 @@ ANSWERED = "answered"
 
 
 class FreshProcess:
-    """A process with nothing imported but `serving`, for the time of a `with` block.
+    """A process that imports only `serving`, and runs for the duration of a `with` block.
 
-    It is started before there is a bundle: its imports take seconds, in which the export stores rows.
+    Start it before the bundle is written: its imports take seconds, during which the export stores rows.
     """
 
     def __enter__(self) -> Self:
@@ -38,10 +38,10 @@ class FreshProcess:
         self._stack.close()
 
     def outputs(self, directory: Path, probe: Tensors) -> Outputs:
-        """The outputs for `probe` of the bundle at `directory`.
+        """Answer `probe` from the bundle at `directory`.
 
         Raises:
-            ParityError: the process cannot open the bundle, or refuses the probe. It is of no use then.
+            ParityError: the process cannot open the bundle, or refuses the probe. It has ended then.
         """
         arrays: dict[str, Any] = {"values": probe.values, "lengths": probe.lengths}
         if probe.weights is not None:
@@ -68,17 +68,16 @@ class FreshProcess:
             if not self._answers([str(path.absolute()), folder, *details]):
                 self._process.wait()
                 self._errors.seek(0)
-                said = self._errors.read().strip()
-                raise ParityError(f"{path}: a fresh process could not answer from it:\n{said}")
+                raise ParityError(f"{path}: a fresh process could not answer from it:\n{self._errors.read().strip()}")
             with np.load(Path(folder) / "outputs.npz", allow_pickle=False) as outputs:
                 return dict(outputs)
 
-    def _answers(self, asked: list[str]) -> bool:
-        """Whether it answers; it has ended otherwise."""
+    def _answers(self, task: list[str]) -> bool:
+        """Send a task, and wait. Returns whether the process did it; if not, it has ended."""
         assert self._process.stdin is not None  # noqa: S101  it is a pipe
         assert self._process.stdout is not None  # noqa: S101
-        with suppress(BrokenPipeError):  # what it said before it ended is in its errors
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # the reason is in its standard error
+            print(json.dumps(task), file=self._process.stdin, flush=True)
         # Libraries may print lines of their own.
         return any(line.strip() == ANSWERED for line in self._process.stdout)
 

@@ -1,4 +1,4 @@
-"""What an export refuses, and what it notes, of how far numbers moved."""
+"""Check how far numbers may move in an export: refuse errors beyond the limits, and note risks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,38 +24,39 @@ def check_parity(
     answers: Answers,
     runnable: Trained | None = None,
 ) -> tuple[Parity, ...]:
-    """The parity of every table.
+    """Check every table, and return its parity.
 
     Args:
         manifest: features and tables.
-        errors: of each table, float rows compared with stored ones.
-        limits: of each table, `ExportConfig.max_error`. None: as far as rounding explains.
+        errors: of each table, float rows compared with stored rows.
+        limits: of each table, `ExportConfig.max_error`. None: what rounding explains.
         answers: to one probe.
-        runnable: the trained module, whose own answers are compared with them; None where it cannot be run.
+        runnable: the trained module, whose answers are compared with them; None if it cannot be run.
 
     Raises:
-        ParityError: naming each table that moved too far, and at which step; or the module itself answers otherwise.
+        ParityError: a line for each table that is off by more than its limit, with the step; or for each feature that
+            the module answers differently.
     """
     failures = answers.refusals(manifest)
     parity = []
     for table in manifest.tables:
         error = errors[table.name]
-        limit = error.bound if (chosen := limits[table.name]) is None else chosen
+        limit = error.bound if (max_error := limits[table.name]) is None else max_error
         failures += _refusals(table, error, limit)
-        if chosen is None and (lost := error.coarse.refusal()) is not None:
+        if max_error is None and (lost := error.coarse.refusal()) is not None:
             failures.append(
-                f"table {table.name!r}: {lost}: store the table as FP32, or say by max_error how far a row may move"
+                f"table {table.name!r}: {lost}: store the table as FP32, or set max_error, the largest allowed error"
             )
         parity.append(answers.parity(manifest, table, error.tally.agreement, limit))
     if failures:
         raise ParityError("\n".join(failures))
     agreements: dict[str, Agreement] = {}
     if runnable is not None:
-        moved = {name: error.tally.largest for name, error in errors.items()}
-        agreements, failures = compare_trained(runnable, manifest, answers, moved)
+        largest = {name: error.tally.largest for name, error in errors.items()}
+        agreements, failures = compare_trained(runnable, manifest, answers, largest)
     if failures:
         raise ParityError("\n".join(failures))
-    return tuple(msgspec.structs.replace(each, trained=agreements.get(each.table)) for each in parity)
+    return tuple(msgspec.structs.replace(row, trained=agreements.get(row.table)) for row in parity)
 
 
 def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
@@ -63,7 +64,7 @@ def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
     refusals = []
     if error.unexplained_row is not None:
         refusals.append(f"table {table.name!r}: row {error.unexplained_row} moved further than rounding explains")
-    if not error.tally.largest <= limit:  # NaN, too
+    if not error.tally.largest <= limit:  # also NaN
         refusals.append(
             f"table {table.name!r}: {table.dtype.value} moves an element by {error.tally.largest:.3g}, "
             f"expected at most {limit:.3g}: store it as a wider dtype"
@@ -78,23 +79,23 @@ def coarse_notes(errors: Mapping[str, TableError]) -> Iterator[str]:
             yield f"table {table!r}: {note}"
 
 
-# Smaller numbers have 5 bits and less in FP16.
+# Smaller numbers have at most 5 bits of precision in FP16.
 _SMALL = 2.0**-19
 _LARGEST = float(np.finfo(np.float16).max)
-# How many times longer a bag may be than the average that was declared.
+# How many times longer than the declared average a bag is assumed to be.
 _LONGER = 100
 
 
 def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], sharding: Sharding) -> Iterator[str]:
     """A line for each table whose answers may be infinity in FP16, or are too small for it.
 
-    A mean is at most as large as the largest element. A sum is at most the largest element times the ids of a bag.
-    Bags are taken to have up to 100 times the declared pooling factor. Weights of ids are taken to be 1.
+    A mean is at most the largest element. A sum is at most the largest element times the number of ids in a bag,
+    which is assumed to be up to 100 times the declared pooling factor. Weights of ids are assumed to be 1.
 
     Args:
         manifest: features, tables and output dtype.
-        errors: of some tables; they hold the largest element of each.
-        sharding: it holds the declared pooling factors.
+        errors: of some tables, with the largest element of each.
+        sharding: has the declared pooling factors.
     """
     if manifest.output_dtype is not OutputDtype.FP16:
         return
@@ -119,18 +120,18 @@ def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], shardin
 
 
 def compare_trained(
-    runnable: Trained, manifest: Manifest, answers: Answers, moved: Mapping[str, float]
+    runnable: Trained, manifest: Manifest, answers: Answers, largest_errors: Mapping[str, float]
 ) -> tuple[dict[str, Agreement], list[str]]:
-    """How far the answers of the published files are from those of the trained module, by table.
+    """Compare the answers of the published files with those of the trained module.
 
-    An answer may be off by as much as rounding explains, plus, for each id of its bag, the largest error of an
-    element of its table.
+    An answer may be off by what rounding explains, plus the largest error of an element of its table for each id of
+    the bag.
 
     Args:
         runnable: the module, which answers the same probe.
         manifest: features and tables.
         answers: of the published files.
-        moved: of each table, the largest error of an element of its stored rows.
+        largest_errors: of each table, the largest error of an element of its stored rows.
 
     Returns:
         The agreement of each table that could be run, and a line for each feature whose answers are further off.
@@ -146,13 +147,13 @@ def compare_trained(
         served, counts = answers.reloaded[feature.name].astype(np.float64), ids[feature.name]
         error = np.abs(np.subtract(*finite(served, expected.numbers.astype(np.float64))))
         bound = bounds[feature.name] * (1 + expected.unit / FP32_UNIT)
-        bound += counts * moved[table.name] * (1 + 1e-6)
+        bound += counts * largest_errors[table.name] * (1 + 1e-6)
         if not ((error <= bound) | np.isinf(bound)).all():
             failures.append(
                 f"table {table.name!r}: the trained module answers differently for feature {feature.name!r}, by "
                 f"{error.max():.3g}: something around the table changes ids, weights or how it is pooled"
             )
-        # Where a sum may leave the range of its dtype, nothing is compared.
-        theirs, ours = (np.where(np.isinf(bound), 0, each) for each in (expected.numbers, served))
-        tallies.setdefault(table.name, Tally()).add(0, *by_id(counts, theirs, ours))
+        # Elements whose sum may leave the range of its dtype are not compared.
+        numbers = (np.where(np.isinf(bound), 0, answer) for answer in (expected.numbers, served))
+        tallies.setdefault(table.name, Tally()).add(0, *by_id(counts, *numbers))
     return {name: tally.agreement for name, tally in tallies.items()}, failures

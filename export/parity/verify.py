@@ -1,4 +1,4 @@
-"""Verify a published bundle, a router's with those of its hosts: its files, its answers, its rows and its scores."""
+"""Verify a published bundle: its files, answers, rows and scores. A router is verified with its hosts' bundles."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -43,13 +43,13 @@ from serving.torchscript import torchscript_error
 
 
 def recorded_parity(bundle: Bundle) -> dict[str, Parity]:
-    """What the export of `bundle` recorded, by table.
+    """The parity that the export of `bundle` recorded, by table.
 
     Raises:
-        BundleError: it is not that of each table once. No engine needs it: the bundle can be served all the same.
+        BundleError: a table has no parity, or two. Engines do not read it, so such a bundle can still be served.
     """
     tables = {table.name for table in bundle.manifest.tables}
-    recorded = Counter(each.table for each in bundle.manifest.parity)
+    recorded = Counter(parity.table for parity in bundle.manifest.parity)
     for name in sorted({*tables, *recorded}):
         if name not in recorded:
             wrong = f"no table {name!r}"
@@ -63,22 +63,22 @@ def recorded_parity(bundle: Bundle) -> dict[str, Parity]:
             f"{bundle.path / MANIFEST}: parity: expected each table once, got {wrong}: "
             "it is not what an export wrote; export it again"
         )
-    return {each.table: each for each in bundle.manifest.parity}
+    return {parity.table: parity for parity in bundle.manifest.parity}
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
         bundle: the bundle.
         parity: of each table.
-        failures: a line for each. There are none in a good bundle.
-        measured: whether `Parity.quantized` was measured now. Else it is what the export recorded.
-        absent: bundles of a router's hosts that are not in its repository. Where there are some, no answers were
-            compared, and `parity` and `dense_part` are what the export recorded.
-        dense_part: with its parity, measured now as far as it can be; None: the bundle has no scores.
-        taken: what of a checkpoint it was compared with, in a line. None: no checkpoint.
+        failures: a line for each failure; empty for a good bundle.
+        measured: whether `Parity.quantized` was measured now. Otherwise the export recorded it.
+        absent: bundles of a router's hosts that are not in its repository. If there are any, no answers were
+            compared, and `parity` and `dense_part` are those that the export recorded.
+        dense_part: with its parity, which was measured now if possible; None: the bundle has no scores.
+        source: the weights that it was compared with, in a line; None: no checkpoint.
         is_run: whether the trained model itself was run.
     """
 
@@ -88,7 +88,7 @@ class Verification:
     measured: bool
     absent: tuple[Path, ...] = ()
     dense_part: DensePart | None = None
-    taken: str | None = None
+    source: str | None = None
     is_run: bool = False
 
 
@@ -104,30 +104,31 @@ def verify(
     labelled: Path | None = None,
     trained_memory_bytes: int | None = None,
 ) -> Verification:
-    """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
+    """Read every byte of a bundle, compare copies of tables, and answer a probe at each step, as in `Answers`.
 
-    Scores are made of that answer, for requests together and alone. Of a router, the bundles of its hosts are read,
-    too, and the probe is answered with all of them in one process. Where one is not in the router's repository, the
-    router's own files are read, and no answers are compared.
+    Scores are computed from that answer, for requests merged and alone. A router's hosts are verified with it: their
+    bundles are read, and the probe is answered with all of them in one process. If a host's bundle is not in the
+    router's repository, only the router's files are read, and no answers are compared.
 
     Args:
         path: the bundle, <model>/<version>.
-        trained: what it was exported from. Every stored row is compared with its float one, and scores with scores.
-        checkpoint: has the weights of `trained`; None: the module itself has them.
-        trusted: one of these keys must have signed the bundles. None: anybody may have made them.
-        example: of a call of `trained`, with which it was exported; None: without one.
-        parts: of a router, the bundles of its hosts by rank; None: those in its repository.
+        trained: the model that was exported. Every stored row is compared with its float row, and scores with its
+            scores. None: neither is compared.
+        checkpoint: the weights of `trained`; None: the module has them.
+        trusted: one of these keys must have signed the bundles. None: no signature is needed.
+        example: the call of `trained` with which it was exported; None: it was exported without one.
+        parts: the bundles of a router's hosts by rank; None: those in its repository.
         prefix: of the keys of `trained` in the checkpoint; None: the only one that fits.
-        labelled: a file of requests for scores with labels, on which their AUC is measured; None measures none.
+        labelled: a file of requests with labels, on which the AUC is measured; None: it is not measured.
         trained_memory_bytes: as `ExportConfig.trained_memory_bytes`.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
             manifest lacks the parity of a table; a host's bundle is not the one that the router's names.
-        ModelError: the bundle holds other tables or scores than `trained`; with `trained`, the bundle is a host's, or
-            a host's bundle is not there.
-        ConfigurationError: there are labels, and no scores or model; or the file cannot be used.
-        CheckpointError: the weights are not all there, or changed while they were read.
+        ModelError: the tables or scores of the bundle differ from those of `trained`; with `trained`, the bundle is
+            a host's, or a host's bundle is missing.
+        ConfigurationError: there are labels, but no scores or no model; or the file of labels cannot be used.
+        CheckpointError: weights are missing, or changed while they were read.
         ParityError: a fresh process cannot answer from it.
     """
     bundle = open_bundle(path, trusted)
@@ -135,7 +136,8 @@ def verify(
     requests = [] if labelled is None else _labelled(labelled, manifest, trained)
     if manifest.part_of is not None and trained is not None:
         raise ModelError(
-            f"{path}: holds shards of {manifest.part_of.model!r}: give the bundle of that to compare float rows"
+            f"{path}: holds shards of {manifest.part_of.model!r}: verify the bundle of {manifest.part_of.model!r} to "
+            "compare float rows"
         )
     with FreshProcess() as fresh:
         verify_digests(bundle)
@@ -145,7 +147,7 @@ def verify(
             raise BundleError(f"{failure}: export it again")
         if absent := _absent_hosts(bundle) if parts is None else ():
             if trained is not None:
-                raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
+                raise ModelError(f"{absent[0]}: is missing: comparing float rows needs the bundles of all hosts")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
         model = None
         if trained is not None:
@@ -175,9 +177,9 @@ class _Model:
 
     Attributes:
         trained: its tables.
-        weights: has their rows.
-        is_loaded: whether the model has its weights itself, so that it can be run.
-        scored: its dense part, made as the bundle's was. None: the bundle has none of the model's layers.
+        weights: their rows.
+        is_loaded: whether the model's tables have their weights, so that it can be run.
+        scored: its dense part, compiled as the bundle's was. None: the bundle has no layers of the model.
     """
 
     trained: Trained
@@ -194,7 +196,7 @@ def _open_model(
     trained_memory_bytes: int | None,
     example: Example | None,
 ) -> _Model:
-    """A model with its weights, or with a checkpoint that has them; arguments and errors as `verify`."""
+    """Open the weights of a model, and load them into it if they fit; arguments and errors as `verify`."""
     part = bundle.manifest.dense_part
     is_whole = part is not None and not part.is_own
     weights = open_weights(trained.module, trained, checkpoint, prefix, is_whole=is_whole)
@@ -210,21 +212,21 @@ def _open_model(
 
 
 def _labelled(file: Path, manifest: Manifest, trained: Trained | None) -> list[LabelledRequest]:
-    """The requests of `--labelled`.
+    """Read the requests of `--labelled`.
 
     Raises:
-        ConfigurationError: nothing can be measured on them, or the file cannot be read.
+        ConfigurationError: the AUC of this bundle cannot be measured, or the file cannot be read.
     """
     if trained is None or manifest.dense_part is None or manifest.dense_part.is_own or manifest.hosts:
         raise ConfigurationError(
-            "labelled (--labelled): expected a model (--model), and a bundle with scores of its layers that is no "
-            "router's"
+            "labelled (--labelled): expected a model (--model), and a bundle with scores of the model's layers that "
+            "is not a router's"
         )
     return read_labelled(file)
 
 
 def _request_for(bundle: Bundle) -> Tensors | None:
-    """A request for scores; None: the bundle has none."""
+    """Make a request for scores, or None if the bundle has no scores."""
     manifest = bundle.manifest
     if manifest.dense_part is None:
         return None
@@ -233,7 +235,7 @@ def _request_for(bundle: Bundle) -> Tensors | None:
 
 
 def _host_bundles(router: Bundle, trusted: TrustedKeys | None) -> dict[int, Bundle]:
-    """The bundles of all hosts, by rank. Every byte of them was read."""
+    """Open the bundles of all hosts, and read every byte of them. Returns them by rank."""
     parts = {}
     for host in router.manifest.hosts:
         part = open_host(router, host, trusted)
@@ -253,17 +255,17 @@ def _compare(
     answers: Answers,
     model: _Model | None,
 ) -> Verification:
-    """What `answers` to a probe, and the rows of a bundle, say of it.
+    """Compare the answers to a probe at each step, and the rows of a bundle with those of its model.
 
     Args:
-        bundle: its digests agree.
-        answers: by numpy, uncompiled, compiled, and reloaded.
-        model: what it was exported from. Every stored row is compared with its float one, and answers with its own.
+        bundle: its files match their digests.
+        answers: to the probe.
+        model: the model that was exported. Every stored row is compared with its float row, and answers with its own.
 
     Raises:
         BundleError: the manifest lacks the parity of a table.
-        ModelError: the bundle holds other tables than `trained`.
-        CheckpointError: the rows are not all there.
+        ModelError: the tables of the bundle differ from the model's.
+        CheckpointError: rows are missing.
     """
     manifest = bundle.manifest
     recorded = recorded_parity(bundle)
@@ -274,21 +276,21 @@ def _compare(
     failures = [*answers.refusals(manifest), *_differing_copies(bundle.path, manifest)]
     failures += [
         f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "
-        f"expected at most {limits[name]:.3g}: is this what it was exported from?"
+        f"expected at most {limits[name]:.3g}: {_IS_IT}"
         for name, agreement in quantized.items()
         if not agreement.largest <= limits[name]
     ]
-    own = {name: parity.trained for name, parity in recorded.items()}
+    trained = {name: parity.trained for name, parity in recorded.items()}
     if model is not None:
         failures += _differing_settings(bundle, model)
-        own = dict.fromkeys(own)
+        trained = dict.fromkeys(trained)
         if model.is_loaded and not failures:
-            moved = {name: agreement.largest for name, agreement in quantized.items()}
-            agreements, failures = compare_trained(model.trained, manifest, answers, moved)
-            own |= agreements
+            errors = {name: agreement.largest for name, agreement in quantized.items()}
+            agreements, failures = compare_trained(model.trained, manifest, answers, errors)
+            trained |= agreements
     parity = tuple(
         msgspec.structs.replace(
-            answers.parity(manifest, table, quantized[table.name], limits[table.name]), trained=own[table.name]
+            answers.parity(manifest, table, quantized[table.name], limits[table.name]), trained=trained[table.name]
         )
         for table in manifest.tables
     )
@@ -298,32 +300,32 @@ def _compare(
         tuple(failures),
         model is not None,
         dense_part=manifest.dense_part,
-        taken=None if model is None else model.weights.summary,
+        source=None if model is None else model.weights.summary,
         is_run=model is not None and model.is_loaded,
     )
 
 
+_IS_IT = "is this the model that was exported?"
+
+
 def _differing_settings(bundle: Bundle, model: _Model) -> Iterator[str]:
-    """A line for each feature and map of ids that is not the model's."""
+    """A line for each feature whose position weights, and each table whose map of ids, differ from the model's."""
     manifest, tables, weights = bundle.manifest, model.trained.tables, model.weights
     expected = with_position_weights(manifest, tables, weights)
-    for feature, given in zip(manifest.features, expected.features, strict=True):
-        if feature != given:
-            yield (
-                f"feature {feature.name!r}: its position weights are not those given: is this what it was exported "
-                "from?"
-            )
+    for feature, expected_feature in zip(manifest.features, expected.features, strict=True):
+        if feature != expected_feature:
+            yield f"feature {feature.name!r}: its position weights differ from the model's: {_IS_IT}"
     for name in build_maps(tables, weights).differing(bundle.path, manifest):
-        yield f"table {name!r}: its map of ids is not the one given: is this what it was exported from?"
+        yield f"table {name!r}: its map of ids differs from the model's: {_IS_IT}"
 
 
 def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:
-    """How far the stored rows of each table are from the float ones, by table."""
+    """Compare the stored rows of each table with the float rows. Returns the agreement by table."""
     manifest = bundle.manifest
-    found = {table.name: (table.rows, table.dim) for table in trained}
+    shapes = {table.name: (table.rows, table.dim) for table in trained}
     expected = {table.name: (table.rows, table.dim) for table in manifest.tables}
-    if found != expected:
-        raise ModelError(f"{bundle.path}: expected a model with tables {expected}, got {found}")
+    if shapes != expected:
+        raise ModelError(f"{bundle.path}: expected a model with tables {expected}, got {shapes}")
     by_name = {table.name: table for table in trained}
     pieces = manifest.plan.pieces_by_table
     agreements = {}
@@ -343,23 +345,18 @@ _BLOCK_BYTES = 16 << 20
 
 
 def _differing_copies(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """A line for each copy that is not, byte for byte, the one on the lowest rank.
-
-    Args:
-        directory: of the bundle.
-        manifest: of the bundle.
-    """
+    """A line for each copy of a data-parallel table that differs from the copy on the lowest rank."""
     plan = manifest.plan
     for table in manifest.tables:
         if plan.sharding[table.name] is not ShardingType.DATA_PARALLEL:
             continue
-        first, *others = sorted(plan.shards_by_table[table.name], key=lambda shard: shard.rank)
+        first, *copies = sorted(plan.shards_by_table[table.name], key=lambda shard: shard.rank)
         rows = _rows(directory, manifest, table, first)
-        for other in others:
-            row = _first_difference(rows, _rows(directory, manifest, table, other))
+        for copy in copies:
+            row = _first_difference(rows, _rows(directory, manifest, table, copy))
             if row is not None:
                 yield (
-                    f"table {table.name!r}: row {row} of its copy on rank {other.rank} differs from that on rank "
+                    f"table {table.name!r}: row {row} of its copy on rank {copy.rank} differs from that on rank "
                     f"{first.rank}, expected equal copies: export it again"
                 )
 
@@ -380,8 +377,8 @@ def _first_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) 
 
 
 def as_json(verification: Verification) -> str:
-    """A verification as JSON: {bundle, ok, failures, quantized_measured, tables: [parity of each], dense_part}."""
-    seen = {
+    """A verification as JSON: {bundle, ok, failures, quantized_measured, tables: [parity], dense_part}."""
+    result = {
         "bundle": as_text(verification.bundle.path),
         "ok": not verification.failures,
         "failures": verification.failures,
@@ -389,4 +386,4 @@ def as_json(verification: Verification) -> str:
         "tables": verification.parity,
         "dense_part": verification.dense_part,
     }
-    return msgspec.json.format(msgspec.json.encode(seen), indent=1).decode()
+    return msgspec.json.format(msgspec.json.encode(result), indent=1).decode()

@@ -1,4 +1,4 @@
-"""Check what a published bundle scores: together as alone, and as the model that it was exported from."""
+"""Check the scores of a published bundle: merged requests against each alone, and the bundle against its model."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -40,70 +40,68 @@ def verify_scores(
     """Score a probe with the published files.
 
     Args:
-        bundle: its digests agree.
+        bundle: its files match their digests.
         part: its dense part.
-        request: of `scored`, or as `probe_request` makes it.
-        answer: what its files answer to it, by feature; float32 or float16 [B, dim] or [n, dim].
-        scored: the dense part of the model that it was exported from; None: scores are not compared with it.
+        request: the probe: that of `scored`, or one from `probe_request`.
+        answer: the embeddings that the bundle answers to it, by feature; float32 or float16 [B, dim] or [n, dim].
+        scored: the dense part of the exported model, compiled again; None: scores are not compared with it.
 
     Returns:
-        `part` with the parity that was measured; and a line for each failure.
+        `part` with the measured parity, and a line for each failure.
 
     Raises:
-        BundleError: torch cannot load the dense part, or it is another one.
+        BundleError: torch cannot load the dense part, or it belongs to another bundle.
     """
     schema = scoring_schema(bundle.manifest, part)
     program = DenseProgram(bundle, schema)
-    given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.inputs, answer)
-    together, alone = _answers(program, given)
+    inputs = with_embeddings(
+        probe_inputs(bundle.manifest, request, part) if scored is None else scored.inputs, answer
+    )
+    merged, alone = _scores_merged_and_alone(program, inputs)
     failures = [
-        f"output {name!r}: requests that are scored together differ from each alone by {off:.3g}, expected at most "
-        f"{limit:.3g}"
-        for name, off, limit in _moved(part, together, alone)
-        if not off <= limit
+        f"output {name!r}: scores of merged requests differ from those of each request alone by {error:.3g}, "
+        f"expected at most {limit:.3g}"
+        for name, error, limit in _errors_beyond_rounding(part, merged, alone)
     ]
     for file in part.files_by_speed:
         if file == program.loaded.file or (file.format is DenseFormat.TORCHSCRIPT and torchscript_error()):
             continue
-        scores = _scores(DenseProgram(bundle, schema, file), given)
+        scores = _scores(DenseProgram(bundle, schema, file), inputs)
         failures += [
-            f"output {name!r}: {file.name} differs by {off:.3g} from {program.loaded.file.name}, expected at most "
+            f"output {name!r}: {file.name} differs by {error:.3g} from {program.loaded.file.name}, expected at most "
             f"{limit:.3g}"
-            for name, off, limit in _moved(part, scores, _scores(program, given))
-            if not off <= limit
+            for name, error, limit in _errors_beyond_rounding(part, scores, _scores(program, inputs))
         ]
     if not failures and not part.mixes_samples:
-        by_id = {output.name: output.key for output in part.outputs if output.key is not None}
-        shown = probe_mixing(partial(_scores, program), given, part.dtype, by_id)
-        if shown is not None:
-            failures.append(f"requests are scored together, but {shown}: export it again")
+        key_of_output = {output.name: output.key for output in part.outputs if output.key is not None}
+        mixing = probe_mixing(partial(_scores, program), inputs, part.dtype, key_of_output)
+        if mixing is not None:
+            failures.append(f"requests are merged, but {mixing}: export it again")
     if scored is None:
-        return _with_merged(part, together, alone), failures
+        return _with_merged(part, merged, alone), failures
     with torch.no_grad():
-        answers = scored.formats.forward(*given.tensors(part.jagged))
-    model = {output.name: numbers.numpy() for output, numbers in zip(part.outputs, answers, strict=True)}
+        tensors = scored.formats.forward(*inputs.tensors(part.jagged))
+    of_model = {output.name: scores.numpy() for output, scores in zip(part.outputs, tensors, strict=True)}
     if scored.part.mixes_samples and not part.mixes_samples:
-        why = f"samples may meet in {scored.part.mixed_by}"
-        failures.append(f"requests are scored together, but {why}: export it again")
+        failures.append(f"requests are merged, but samples may meet in {scored.part.mixed_by}: export it again")
     failures += [
-        f"output {name!r}: differs by {off:.3g} from the model given, expected at most {limit:.3g}: is this what it "
-        "was exported from?"
-        for name, off, limit in _moved(part, together, model)
-        if not off <= limit
+        f"output {name!r}: differs by {error:.3g} from the model's, expected at most {limit:.3g}: is this the model "
+        "that was exported?"
+        for name, error, limit in _errors_beyond_rounding(part, merged, of_model)
     ]
     return compare_scores(scored, answer), failures
 
 
 def expect_reloaded_scores(scored: CompiledDensePart, directory: Path, fresh: FreshProcess) -> None:
-    """Have another process load and run each file of a dense part.
+    """Check that another process can load and run each file of a dense part.
 
     Args:
         scored: the compiled dense part.
-        directory: has the files.
+        directory: of the files.
         fresh: the process.
 
     Raises:
-        ParityError: it cannot load a file, or its scores are others.
+        ParityError: it cannot load a file, or its scores differ.
     """
     part = scored.part
     tensors = scored.inputs.tensors(part.jagged)
@@ -111,8 +109,8 @@ def expect_reloaded_scores(scored: CompiledDensePart, directory: Path, fresh: Fr
         expected = [tensor.numpy() for tensor in scored.formats.forward(*(tensor.clone() for tensor in tensors))]
     for file in part.files_by_speed:
         answer = fresh.scores(directory / file.name, file.format, [tensor.numpy() for tensor in tensors])
-        for output, numbers, others in zip(part.outputs, expected, answer, strict=True):
-            difference = largest_difference(others, numbers)
+        for output, numbers, reloaded in zip(part.outputs, expected, answer, strict=True):
+            difference = largest_difference(reloaded, numbers)
             if not difference <= rounding_limit(numbers, part.dtype):
                 raise ParityError(
                     f"{directory / file.name}: output {output.name!r}: a fresh process answers differently, by "
@@ -120,38 +118,42 @@ def expect_reloaded_scores(scored: CompiledDensePart, directory: Path, fresh: Fr
                 )
 
 
-def _answers(program: DenseProgram, given: DenseInputs) -> tuple[Outputs, Outputs]:
-    """The scores of requests that are merged, and of each alone; by output, one request after another."""
-    sizes = split_sizes(given.samples)
-    pieces = [given.select(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
-    inputs = [[tensor.numpy() for tensor in piece.tensors(program.part.jagged)[1:]] for piece in pieces]
-    together = program.score(given.embeddings.numpy(), inputs, sizes)
-    return _joined(together), _joined([_scores(program, piece) for piece in pieces])
+def _scores_merged_and_alone(program: DenseProgram, inputs: DenseInputs) -> tuple[Outputs, Outputs]:
+    """Split inputs into requests, and score them merged, and each alone. Both by output, in the order of requests."""
+    sizes = split_sizes(inputs.samples)
+    requests = [inputs.select(samples) for samples in torch.split(torch.arange(inputs.samples), sizes)]
+    arrays = [[tensor.numpy() for tensor in request.tensors(program.part.jagged)[1:]] for request in requests]
+    merged = program.score(inputs.embeddings.numpy(), arrays, sizes)
+    return _concatenated(merged), _concatenated([_scores(program, request) for request in requests])
 
 
-def _scores(program: DenseProgram, given: DenseInputs) -> Outputs:
-    """The scores of one request."""
-    embeddings, *inputs = (tensor.numpy() for tensor in given.tensors(program.part.jagged))
-    (found,) = program.score(embeddings, [inputs], [given.samples])
-    return found
+def _scores(program: DenseProgram, inputs: DenseInputs) -> Outputs:
+    """Score one request."""
+    embeddings, *arrays = (tensor.numpy() for tensor in inputs.tensors(program.part.jagged))
+    (scores,) = program.score(embeddings, [arrays], [inputs.samples])
+    return scores
 
 
-def _joined(answers: list[Outputs]) -> Outputs:
+def _concatenated(answers: list[Outputs]) -> Outputs:
     return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
 
 
-def _moved(part: DensePart, found: Outputs, expected: Mapping[str, Array]) -> Iterator[tuple[str, float, float]]:
-    """By how much each output differs, and by how much it may."""
-    for name, numbers in found.items():
-        yield name, largest_difference(numbers, expected[name]), rounding_limit(expected[name], part.dtype)
+def _errors_beyond_rounding(
+    part: DensePart, scores: Outputs, expected: Mapping[str, Array]
+) -> Iterator[tuple[str, float, float]]:
+    """The outputs that differ by more than rounding explains: the name, its error and the limit."""
+    for name, numbers in scores.items():
+        error, limit = largest_difference(numbers, expected[name]), rounding_limit(expected[name], part.dtype)
+        if not error <= limit:  # also NaN
+            yield name, error, limit
 
 
-def _with_merged(part: DensePart, together: Outputs, alone: Outputs) -> DensePart:
+def _with_merged(part: DensePart, merged: Outputs, alone: Outputs) -> DensePart:
+    """`part` with the difference between merged requests and each alone as its parity."""
     outputs = []
     for output in part.outputs:
-        parity = msgspec.structs.replace(
-            output.parity, merged=largest_difference(together[output.name], alone[output.name])
-        )
+        error = largest_difference(merged[output.name], alone[output.name])
+        parity = msgspec.structs.replace(output.parity, merged=error)
         outputs.append(msgspec.structs.replace(output, parity=parity))
     return msgspec.structs.replace(part, outputs=tuple(outputs))
 
@@ -164,26 +166,26 @@ def scored_of(
     is_saved: bool,
     example: Example | None,
 ) -> CompiledDensePart:
-    """The dense part of a model, made as the published one was.
+    """Compile the dense part of a model again, as the export of the bundle did.
 
     Args:
         bundle: the bundle.
-        part: its dense part. It is none of the user's own.
+        part: its dense part, which the export took from the model (`DensePart.is_own` is false).
         trained: the model.
-        weights: has its tables.
-        is_saved: whether they are in a checkpoint, and not in the model.
-        example: of a call of the model; None: it was exported without one.
+        weights: its tables.
+        is_saved: whether the tables are in a checkpoint rather than in the model.
+        example: a call of the model; None: it was exported without one.
 
     Raises:
-        ModelError, CheckpointError, ParityError: it is no model with these scores.
+        ModelError, CheckpointError, ParityError: the model does not have these scores.
     """
     path, manifest = bundle.path, bundle.manifest
-    known = known_of_keys(build_maps(trained.tables, weights).known, manifest)
+    known_ids = known_of_keys(build_maps(trained.tables, weights).known, manifest)
     checkpoint = weights if is_saved else None
-    widths = {} if example is not None else {input_.name: input_.shape[0] for input_ in part.inputs if input_.shape}
+    widths = {} if example is not None else {dense.name: dense.shape[0] for dense in part.inputs if dense.shape}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.schema}"
     try:
-        scored = compile_dense_part(trained, manifest, known, widths, part.dtype, checkpoint, example=example)
+        scored = compile_dense_part(trained, manifest, known_ids, widths, part.dtype, checkpoint, example=example)
     except (ConfigurationError, ModelError) as error:
         raise ModelError(f"{expected}: {error}") from error
     if scored.part.schema != part.schema:

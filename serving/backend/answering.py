@@ -1,7 +1,7 @@
-"""The requests that Triton hands over together, answered with as few TBE calls as the limits allow.
+"""Answer the requests that Triton hands over together, with as few TBE calls as the limits allow.
 
-Load is shed here: requests that a backlog leaves unanswered for too long are refused, mostly before they are decoded.
-Triton's own limits of a queue stall an idle model (docs/decisions/0009).
+Load is shed here: requests that waited too long in a backlog are refused, mostly before they are decoded. Triton's
+own queue limits stall an idle model (docs/decisions/0009).
 """
 
 import traceback
@@ -30,22 +30,22 @@ from serving.requests.accept import accept, check_bundle
 from serving.requests.limits import Limits, grouped
 from serving.requests.types import Array, KjtRequest, Tensors
 
-# This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
+# Least number of TBE calls for a backlog, however long they take: a few large requests are no overload.
 _MIN_CALLS = 4
-# A handover that follows the last one within this time belongs to the same backlog. Triton takes less than this to
-# copy the 256 requests of the largest handover.
+# A handover that follows the last one within this time belongs to the same backlog. Triton copies the 256 requests of
+# the largest handover in less than this.
 _SAME_BACKLOG_S = 0.05
 
 
 class Backlog:
-    """The requests that wait for this instance, as far as it can tell.
+    """An estimate of how long requests wait for this instance.
 
-    Triton hands over a limited number of requests at once, so a handover need not be all that wait. A full handover
-    that follows a full one at once belongs to the same backlog.
+    Triton hands over a limited number of requests at once, so more requests may be waiting. A full handover that
+    immediately follows a full one belongs to the same backlog.
 
     Args:
         max_busy_ms: longest time in which a backlog is answered.
-        largest_handover: most requests that Triton hands over together.
+        largest_handover: largest number of requests that Triton hands over together.
 
     Attributes:
         waited_s: longest time that the requests of this handover may have waited in the backend, in seconds.
@@ -62,33 +62,33 @@ class Backlog:
         self._since = self._ended = 0.0
 
     def start_handover(self, requests: int) -> None:
-        """Triton handed over so many requests."""
+        """Note that Triton handed over this number of requests."""
         now = perf_counter()
         follows_at_once = now - self._ended < _SAME_BACKLOG_S
         is_full = requests >= self._largest_handover
         if not (self._is_full and is_full and follows_at_once):
             self._since, self._calls = now, 0
-        # They may have waited while the last handover was answered, and before, as Triton may have two ready.
+        # They may have waited while the last handover was answered, and earlier, as Triton may have two ready.
         self.waited_s = self._ended - self.started + self.waited_s / 2 if follows_at_once else 0.0
         self.started, self._is_full = now, is_full
 
     def count_call(self) -> None:
-        """A TBE call is made."""
+        """Count a TBE call."""
         self._calls += 1
 
     def is_overdue(self) -> bool:
-        """Whether the time in which this backlog is answered is over."""
+        """Whether this backlog has been answered for longer than `max_busy_ms`."""
         return self._calls >= _MIN_CALLS and 1e3 * (perf_counter() - self._since) > self._max_busy_ms
 
     def end_handover(self) -> None:
-        """All requests of the handover have their outcomes."""
+        """Note that all requests of the handover have their outcomes."""
         self._ended = perf_counter()
 
 
-# To learn from Triton whether a request is cancelled takes as long as a small lookup. Where requests may have waited
-# for longer than this, about so many of each group are looked at, and the whole group if one of them is cancelled.
+# Asking Triton whether a request is cancelled takes as long as a small lookup. If requests may have waited for longer
+# than _LONG_WAIT_S, about _CANCEL_PROBES of each group are checked, and the whole group if one of them is cancelled.
 _LONG_WAIT_S = 0.05
-_LOOKED_AT = 4
+_CANCEL_PROBES = 4
 # The bits of FP16's infinities.
 _INFINITY, _MINUS_INFINITY = 0x7C00, 0xFC00
 
@@ -96,18 +96,18 @@ T = TypeVar("T")
 
 
 class Answerer:
-    """An engine behind limits. Its answers are counted, and some requests are captured.
+    """Answers requests by an engine, within limits. It counts answers, and captures some requests.
 
     Args:
         engine: looks requests up.
         limits: how large a request and a TBE call may be, and how long a backlog is answered.
-        metrics: counts requests, and what became of them.
-        recorder: keeps slow and refused requests; None keeps none.
-        log: takes the trace of an unexpected error. Callers get a fixed text.
-        say_refused: takes why each request was refused that was not as it should be.
-        largest_handover: most requests that Triton hands over together.
-        spans: makes spans; None makes none.
-        say_shed: takes why requests were refused because of load, and how many.
+        metrics: counts requests and their outcomes.
+        recorder: captures slow and refused requests. None: none are captured.
+        log: called with the trace of an unexpected error. Callers get a fixed text.
+        say_refused: called with the reason for each request that was refused as invalid.
+        largest_handover: largest number of requests that Triton hands over together.
+        spans: makes spans. None: none are made.
+        say_shed: called with the reason for load shedding, and the number of refused requests.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class Answerer:
         Args:
             requests: a handover; the requests may have any form.
             decode: the tensors of a request; may raise InvalidRequest.
-            is_cancelled: whether nobody waits for the answer to a request any more.
+            is_cancelled: whether the caller of a request has stopped waiting.
         """
         handover = _Handover(len(requests))
         self._backlog.start_handover(len(requests))
-        # Newest first: under overload, those that are answered have waited for a short time.
+        # Newest first: under overload, the requests that are answered have waited only briefly.
         newest_first = range(len(requests))[::-1]
         for first in range(0, len(requests), self._limits.merged_requests):
             positions: Sequence[int] = newest_first[first : first + self._limits.merged_requests]
@@ -149,7 +149,9 @@ class Answerer:
                 self._shed(handover, positions)
                 continue
             if self._backlog.waited_s >= _LONG_WAIT_S:
-                positions = self._drop_cancelled(handover, positions, lambda each: is_cancelled(requests[each]))
+                positions = self._drop_cancelled(
+                    handover, positions, lambda position: is_cancelled(requests[position])
+                )
             started = perf_counter()
             members = [
                 position for position in positions if self._accept(handover, position, requests[position], decode)
@@ -165,7 +167,7 @@ class Answerer:
         return handover.finish()
 
     def _shed(self, handover: "_Handover", positions: Sequence[int]) -> None:
-        """Load shedding: refuse requests that would be answered too late."""
+        """Shed load: refuse requests that would be answered too late."""
         self._metrics.count_shed(len(positions))
         error = ServerUnavailable(
             f"busy: {len(handover.outcomes)} requests or more waited, "
@@ -178,17 +180,17 @@ class Answerer:
     def _drop_cancelled(
         self, handover: "_Handover", positions: Sequence[int], is_cancelled: Callable[[int], bool]
     ) -> Sequence[int]:
-        """The requests whose callers still wait. Where one deadline has passed, others mostly have, too."""
-        if not any(map(is_cancelled, positions[:: max(1, len(positions) // _LOOKED_AT)])):
+        """Return the requests whose callers still wait. If one deadline has passed, most others have passed too."""
+        if not any(map(is_cancelled, positions[:: max(1, len(positions) // _CANCEL_PROBES)])):
             return positions
         cancelled = set(filter(is_cancelled, positions))
         self._metrics.count_cancelled(len(cancelled))
         for position in cancelled:
-            handover.outcomes[position] = RequestCancelled("nobody waits for the answer any more")
+            handover.outcomes[position] = RequestCancelled("the caller no longer waits for the answer")
         return [position for position in positions if position not in cancelled]
 
     def _accept(self, handover: "_Handover", position: int, request: T, decode: Callable[[T], Tensors]) -> bool:
-        """Decode a request. False if it was refused."""
+        """Decode and check a request. Returns whether it was accepted."""
         try:
             tensors = decode(request)
             check_bundle(self._engine.bundle, tensors)
@@ -208,7 +210,7 @@ class Answerer:
         return is_accepted
 
     def _answer_group(self, handover: "_Handover", group: list[int], started: float) -> None:
-        """Answer the requests at the positions `group` with one TBE call, and others for their sequences."""
+        """Answer the requests at the positions `group` with one TBE call, plus calls for their sequences."""
         self._backlog.count_call()
         spans = self._begin_spans(handover, group)
         try:
@@ -226,11 +228,11 @@ class Answerer:
             self._end_spans(spans, [started, *answer.times], outcomes)
             self._capture(handover, group, seconds)
             return
-        for position in group:  # a single request may be to blame: none of the others fails with it
+        for position in group:  # one request may have caused the error: the others are answered alone
             self._answer_group(handover, [position], perf_counter())
 
     def _count(self, answer: GroupAnswer, outcomes: Sequence[Outcome], started: float) -> float:
-        """Count what became of the requests of a group; how long it took, in seconds."""
+        """Count the outcomes of a group. Returns how long it took, in seconds."""
         metrics = self._metrics
         metrics.count_ids_outside(answer.ids_outside)
         lost = 0
@@ -241,7 +243,7 @@ class Answerer:
                 lost += 1
         if not answer.validated.requests:
             return 0.0
-        if any(_overflows(each.embeddings) for each in answer.answers):
+        if any(_overflows(batch.embeddings) for batch in answer.answers):
             outputs = [outcome for outcome in outcomes if not isinstance(outcome, ServingError)]
             metrics.count_overflows(sum(any(map(_overflows, output.values())) for output in outputs))
         metrics.count_lost(lost, zeroed_of(answer.answers))
@@ -250,7 +252,7 @@ class Answerer:
         return times[-1] - started
 
     def _capture(self, handover: "_Handover", group: Sequence[int], seconds: float) -> None:
-        """Capture requests of a group that were refused; the others, if they took so long that this is slow."""
+        """Capture the refused requests of a group, and all of its requests if the group was slow."""
         if self._recorder is None:
             return
         is_slow = self._recorder.is_slow(seconds)
@@ -258,13 +260,13 @@ class Answerer:
             outcome = handover.outcomes[position]
             if isinstance(outcome, InvalidRequest):
                 self._record(handover, position, f"refused: {outcome.reason.value}")
-            elif is_slow and handover.accepted[position].samples:  # `tbe-serve run` asks without samples
+            elif is_slow and handover.accepted[position].samples:  # `tbe-serve run` sends requests without samples
                 self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
     def _begin_spans(self, handover: "_Handover", group: Sequence[int]) -> list[Any]:
         if self._spans is None:
             return []
-        return self._spans.begin([handover.tensors[each] for each in group], self._backlog.started)
+        return self._spans.begin([handover.tensors[position] for position in group], self._backlog.started)
 
     def _end_spans(self, begun: list[Any], times: Sequence[float], outcomes: Sequence[Outcome]) -> None:
         if self._spans is not None:
@@ -281,7 +283,7 @@ class Answerer:
         self._say_refused(str(error))
 
     def _fail(self, handover: "_Handover", group: Sequence[int]) -> None:
-        """Answer an unexpected error, inside `except`: the log gets the trace, each caller a fixed text."""
+        """Handle an unexpected error, inside `except`: log the trace, and give each caller a fixed text."""
         tensors = [handover.tensors[position] for position in group if position in handover.tensors]
         traces = "".join(f" {tensor.trace}" for tensor in tensors if tensor.trace)
         self._log(f"lookup failed{traces}: {traceback.format_exc()}")
@@ -300,13 +302,13 @@ def _overflows(embeddings: Array) -> bool:
     """Whether an output is float16 and one of its numbers is not finite."""
     if embeddings.dtype != np.float16 or not embeddings.size:
         return False
-    # By their bits, numbers that are not finite come after all others: as int16 above zero, as uint16 below zero.
-    # numpy's `isinf` takes 50 times as long.
+    # The bits of numbers that are not finite are larger than all others: positive ones as int16, negative ones as
+    # uint16. numpy's `isinf` takes 50 times as long.
     return bool(embeddings.view(np.int16).max() >= _INFINITY or embeddings.view(np.uint16).max() >= _MINUS_INFINITY)
 
 
 class _Handover:
-    """Requests that Triton hands over together: what is known of each, by position."""
+    """The requests that Triton hands over together: their tensors and outcomes, by position."""
 
     def __init__(self, requests: int) -> None:
         self.outcomes: list[Outcome] = [InternalError("not answered")] * requests
@@ -314,10 +316,10 @@ class _Handover:
         self.accepted: dict[int, KjtRequest] = {}
 
     def finish(self) -> list[Outcome]:
-        """Hand the outcomes over, and keep no reference to them.
+        """Return the outcomes, and keep no reference to them.
 
-        Errors hold the frames that they went through, and those hold this. If this held them, too, all arrays of the
-        handover would stay until the garbage collector came by, which counts objects and not bytes.
+        Errors refer to the frames that they passed, and these refer to this object. A reference back would keep all
+        arrays of the handover until the garbage collector runs, which counts objects, not bytes.
         """
         outcomes, self.outcomes = self.outcomes, []
         return outcomes

@@ -54,26 +54,26 @@ class HostMetrics:
         }
         self._totals = {
             (host, name, *more.values()): Total(self._families[name].Metric({**labels, "host": str(host), **more}))
-            for host, found in counts.items()
-            for name, more, _ in _values(found)
+            for host, host_counts in counts.items()
+            for name, more, _ in _values(host_counts)
         }
 
     def publish(self) -> None:
-        """Add to Triton's metrics what was counted since the last time, and set those of the replicas."""
+        """Add what was counted since the last call to Triton's metrics, and set the gauges of replicas."""
         for host, counts in self._counts.items():
             for name, more, value in _values(counts):
                 total = self._totals[(host, name, *more.values())]
                 total.count = value
                 total.publish()
             times = self._times[host]
-            times.seen, times.total = counts.by_seconds, counts.seconds
+            times.counts, times.total = counts.by_seconds, counts.seconds
             times.publish()
-        for seen in self._ranks.replicas:
-            self._replicas[(seen.host, "tbe_host_replicas")].set(len(seen.replicas))
-            self._replicas[(seen.host, "tbe_host_replicas_up")].set(seen.up)
+        for host_replicas in self._ranks.replicas:
+            self._replicas[(host_replicas.host, "tbe_host_replicas")].set(len(host_replicas.replicas))
+            self._replicas[(host_replicas.host, "tbe_host_replicas_up")].set(host_replicas.up)
 
     def end(self) -> None:
-        """The version is unloaded. What is said of its replicas outlives it: no number is no loss."""
+        """Set the gauges to NaN when the version is unloaded: they outlive it, and NaN reports no lost replica."""
         for replicas in self._replicas.values():
             replicas.set(math.nan)
 

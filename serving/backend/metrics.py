@@ -1,4 +1,4 @@
-"""Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/metrics.md)."""
+"""Our metrics on Triton's Prometheus endpoint, next to Triton's own (docs/metrics.md)."""
 
 import ctypes
 import threading
@@ -37,7 +37,7 @@ Families = Callable[[str, str, Kind], Family]
 
 
 class Total:
-    """A counter that is published later, because a call of Triton takes longer than the lookup of a sample.
+    """A counter that is published later, because a call to Triton takes longer than the lookup of a sample.
 
     It needs no lock: only the counting thread writes `count`, and only the publishing thread writes `_published`.
     """
@@ -48,7 +48,7 @@ class Total:
         self._published: float = 0
 
     def publish(self) -> None:
-        """Add to Triton's metric what was counted since the last time."""
+        """Add what was counted since the last call to Triton's metric."""
         count = self.count
         if count != self._published:
             self._metric.increment(count - self._published)
@@ -60,36 +60,36 @@ SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 
 
 class Histogram:
-    """A histogram, published later as the counters that it is made of. Triton's takes one observation at a time.
+    """A histogram that is published later, as counters. Triton's own histogram takes one value at a time.
 
     Args:
         bucket, count, total: families of counters whose names end in _bucket, _count and _sum.
-        bounds: upper bounds of the buckets, in ascending order. One more has none.
+        bounds: upper bounds of the buckets, in ascending order. The last bucket, "+Inf", has no bound.
         labels: of every counter.
 
     Attributes:
-        seen: how many values were in each bucket [len(bounds) + 1].
-        total: their sum.
+        counts: the number of values in each bucket [len(bounds) + 1].
+        total: the sum of all values.
     """
 
     def __init__(
         self, bucket: Family, count: Family, total: Family, bounds: Sequence[float], labels: Mapping[str, str]
     ) -> None:
         self._bounds = bounds
-        self.seen, self.total = [0] * (len(bounds) + 1), 0.0
+        self.counts, self.total = [0] * (len(bounds) + 1), 0.0
         names = (*(f"{bound:g}" for bound in bounds), "+Inf")
         self._buckets = [Total(bucket.Metric({**labels, "le": name})) for name in names]
         self._count, self._sum = Total(count.Metric(labels)), Total(total.Metric(labels))
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
-        self.seen[bisect_left(self._bounds, value)] += times
+        """Count a value `times` times."""
+        self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
     def publish(self) -> None:
-        """Add to Triton's counters what was observed since the last time."""
+        """Add what was observed since the last call to Triton's counters."""
         self._sum.count = self.total
-        for bucket, count in zip(self._buckets, accumulate(self.seen), strict=True):
+        for bucket, count in zip(self._buckets, accumulate(self.counts), strict=True):
             bucket.count = self._count.count = count
         for total in (*self._buckets, self._count, self._sum):
             total.publish()
@@ -106,8 +106,8 @@ def histograms(
         what: what they count.
         bounds: see `Histogram`.
     """
-    said = {"bucket": f"{what}: those of no more than `le`", "count": what, "sum": f"{what}: their sum"}
-    bucket, count, total = (families(f"{name}_{end}", text) for end, text in said.items())
+    help_texts = {"bucket": f"{what}: at most `le`", "count": what, "sum": f"{what}: their sum"}
+    bucket, count, total = (families(f"{name}_{end}", text) for end, text in help_texts.items())
     return partial(Histogram, bucket, count, total, bounds)
 
 
@@ -123,11 +123,11 @@ def triton_families(pb_utils: Any) -> Families:
     """
 
     def family(name: str, description: str, kind: Kind) -> Family:
-        made: Family = pb_utils.MetricFamily(
+        triton_family: Family = pb_utils.MetricFamily(
             name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
         )
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-        return made
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_family))
+        return triton_family
 
     return family
 
@@ -137,7 +137,7 @@ STAGES = ("check", "merge", "lookup", "score", "split")
 MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
-# Most calls that are not added up yet: more than are made between two times that metrics are published.
+# Largest number of calls that are not added up yet: more than are made between two publications.
 _MOST_WAITING = 1 << 16
 
 
@@ -172,9 +172,11 @@ class LookupMetrics:
 
         def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, Total]:
             family = family_of(name, description, "COUNTER")
-            made = {value: Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
-            self._all.extend(made.values())
-            return made
+            by_value = {
+                value: Total(family.Metric({**labels, label: value} if label else labels)) for value in values
+            }
+            self._all.extend(by_value.values())
+            return by_value
 
         def total(name: str, description: str) -> Total:
             return totals(name, description, "", [""])[""]
@@ -225,7 +227,7 @@ class LookupMetrics:
     def _set_gauges(
         self, families: Families, labels: Mapping[str, str], exported_at: float, scales: Mapping[str, float]
     ) -> None:
-        """Set, not incremented: instances share gauges, and these outlive a killed process."""
+        """Set gauges, which are not incremented: instances share them, and they outlive a killed process."""
         name = "tbe_bundle_exported_timestamp_seconds"
         families(name, "When the bundle was exported, Unix time", "GAUGE").Metric(labels).set(exported_at)
         if scales:
@@ -234,12 +236,12 @@ class LookupMetrics:
                 largest.Metric({**labels, "output": output}).set(scale)
 
     def count_call(self, checked: ValidatedRequests, handed_over: float, times: Sequence[float]) -> None:
-        """Count a TBE call. `publish` adds it up, so that no answer waits for that.
+        """Count a TBE call. `publish` adds it up later, so that answers do not wait for it.
 
         Args:
             checked: the requests that it answered.
             handed_over: `perf_counter` when Triton handed them over, in seconds.
-            times: the same at the start of the first stage and at the end of each [len(STAGES) + 1].
+            times: `perf_counter` at the start of the first stage and at the end of each [len(STAGES) + 1].
         """
         samples = [request.samples for request in checked.requests]
         empty = checked.lengths.size - checked.lengths.nonzero()[0].size
@@ -293,16 +295,16 @@ class LookupMetrics:
             self._zeroed[table].count += count
 
     def count_captured(self, is_kept: bool) -> None:
-        """Count a request to be captured: one that was written to the file, or one that was not."""
+        """Count a request to be captured, and whether it was written to the file."""
         (self._captured if is_kept else self._dropped).count += 1
 
     def count_recovery(self) -> None:
-        """Count that the model was loaded again, because its process died."""
+        """Count that the model was loaded again because its process died."""
         self._recoveries.count += 1
 
     def publish(self) -> None:
-        """Add to Triton's metrics what was counted since the last time."""
-        for _ in range(len(self._waiting)):  # more may come meanwhile
+        """Add what was counted since the last call to Triton's metrics."""
+        for _ in range(len(self._waiting)):  # more may arrive meanwhile
             self._add_up(*self._waiting.popleft())
         self._serving.count = perf_counter() - self._started
         for total in self._all:
@@ -312,7 +314,7 @@ class LookupMetrics:
 
 
 class Publisher:
-    """Calls `publish` on a thread of its own every `PERIOD_S` seconds, once more when it is stopped, then `end`."""
+    """Calls `publish` on its own thread every `PERIOD_S` seconds, and a last time when it is stopped; then `end`."""
 
     PERIOD_S = 0.5
 

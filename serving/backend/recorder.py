@@ -1,4 +1,4 @@
-"""Capture: slow and refused requests are written to a file of limited size, for replay."""
+"""Capture slow and refused requests in a file of limited size, for replay."""
 
 import errno
 import fcntl
@@ -19,19 +19,19 @@ from serving.model.settings import ServingSettings
 from serving.requests.captured import LONGEST_LINE, CapturedRequest
 from serving.requests.types import Tensors
 
-# Most requests that wait to be written. Further ones are dropped, so that lookups never wait for a disk.
+# Largest number of requests that wait to be written. More are dropped, so that lookups never wait for a disk.
 _WAITING = 64
 
 
 class Recorder:
-    """Appends requests to a file on a thread of its own, until the file has its largest size.
+    """Appends requests to a file on its own thread, until the file has its largest size.
 
     Args:
         path: the file. Several instances may append to it.
         slow_s: a TBE call is slow if it takes longer than this, in seconds. None: no call is slow.
         max_bytes: largest size of the file.
-        count: called for each request: whether it was written.
-        warn: called with a line when a request cannot be written. Not again until one was written.
+        count: called for each request with whether it was written.
+        warn: called with a line when a request cannot be written, and then not again until one was written.
 
     Raises:
         OSError: the file cannot be written, or belongs to another user, who could read the requests.
@@ -58,7 +58,7 @@ class Recorder:
     def of(
         cls, settings: ServingSettings, model: str, count: Callable[[bool], None], warn: Callable[[str], None]
     ) -> Self | None:
-        """The recorder of `model` with these settings. None: they do not capture.
+        """Open the recorder of `model` with these settings, or return None if they do not capture.
 
         Raises:
             ConfigurationError: the file cannot be written.
@@ -71,11 +71,11 @@ class Recorder:
             return cls(path, slow_s, settings.capture_max_bytes, count, warn)
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a TBE call that took so long is slow."""
+        """Whether a TBE call of this duration is slow."""
         return self._slow_s is not None and seconds > self._slow_s
 
     def record(self, tensors: Tensors, why: str) -> None:
-        """Have a request written, unless the file is full or too many requests wait for the disk.
+        """Queue a request to be written, unless the file is full or too many requests wait for the disk.
 
         Args:
             tensors: the request. Its per-id weights are not written.
@@ -84,12 +84,12 @@ class Recorder:
         if self._waiting.qsize() >= _WAITING or not self._fits(tensors):
             self._count(False)
             return
-        at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._waiting.put(CapturedRequest.of(tensors, at, why))
+        answered_at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._waiting.put(CapturedRequest.of(tensors, answered_at, why))
 
     def _fits(self, tensors: Tensors) -> bool:
         least = 2 * (tensors.values.size + tensors.lengths.size)  # a number is at least a digit and a comma
-        least += sum(each.nbytes for each in tensors.dense.values())  # base64 takes more than the bytes
+        least += sum(array.nbytes for array in tensors.dense.values())  # base64 takes more than the bytes
         return os.fstat(self._file).st_size + least < self._max_bytes
 
     def _write(self) -> None:
@@ -100,15 +100,15 @@ class Recorder:
                 is_kept = self._append(msgspec.json.encode(self._waiting.get()) + b"\n")
             except (OSError, UnicodeError) as error:  # the disk is full, or a name is not UTF-8
                 if not is_failing:
-                    self._warn(f"capture: {self._path}: a request is not kept: {error}: the next are tried again")
+                    self._warn(f"capture: {self._path}: a request was not written: {error}: later ones are tried")
                 is_failing = True
             else:
                 is_failing = False
             self._count(is_kept)
 
     def _append(self, line: bytes) -> bool:
-        """Append a whole line, or nothing. False: the file would be too large, or the line is too long."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # other instances append, too
+        """Append a whole line, or nothing. Returns False if the file would be too large, or the line is too long."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # other instances append as well
         try:
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -128,7 +128,7 @@ class Recorder:
 
 
 def check_capture(settings: ServingSettings, model: str) -> None:
-    """Refuse a captured file that this process could not write. One that is not there is made.
+    """Refuse a capture file that this process could not write. A missing file is created.
 
     Raises:
         ConfigurationError: as `Recorder.of`.
@@ -156,14 +156,14 @@ def _errors_of(path: Path) -> Iterator[None]:
 
 def _opened(path: Path) -> int:
     """A descriptor of the file. From now on, only its own user can read the file."""
-    # A pipe or a link may be in its place: O_NONBLOCK does not wait for the pipe, O_NOFOLLOW refuses the link.
+    # The path may be a pipe or a link: O_NONBLOCK does not wait for the pipe, O_NOFOLLOW refuses the link.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o600)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "is another user's: remove it", str(path))
         os.fchmod(file, 0o600)
     except BaseException:

@@ -1,13 +1,13 @@
-"""Spans of OpenTelemetry: what the time of a request goes to in this process, in the trace of its caller.
+"""OpenTelemetry spans: how a request's time is spent in this process, in the trace of its caller.
 
-They are made if `OTEL_TRACES_EXPORTER` is "otlp", for requests with a sampled `traceparent`. Other variables of
-OpenTelemetry say where they go, such as `OTEL_EXPORTER_OTLP_ENDPOINT`
-(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/). Without the first, OpenTelemetry
-is not imported.
+They are made if `OTEL_TRACES_EXPORTER` is "otlp", for requests with a sampled `traceparent`. OpenTelemetry's other
+variables set the destination, such as `OTEL_EXPORTER_OTLP_ENDPOINT`
+(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/). Without `OTEL_TRACES_EXPORTER`,
+OpenTelemetry is not imported.
 
-A request has a span of the kind SERVER. Below it are a span for each stage, and of a router one of the kind CLIENT
-for each call to a host, whose own span of the kind SERVER is in the same trace. Where requests are looked up
-together, their stages are the same. Names and attributes: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/.
+A request has a span of kind SERVER. Its children are a span for each stage, and in a router a span of kind CLIENT for
+each call to a host, whose own SERVER span is in the same trace. Merged requests have the same stages. Names and
+attributes: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/.
 """
 
 import os
@@ -26,16 +26,16 @@ from serving.router.host import TRACE
 
 _SERVICE = "tbe-serving"
 _METHOD = "inference.GRPCInferenceService/ModelInfer"
-# The time before the first stage: the requests of a handover are answered in turn.
+# The name of the time before the first stage: the requests of a handover are answered in turn.
 _QUEUE = "queue"
 # Longest wait for a collector when a version is unloaded, in seconds.
 _SEND_S = 1.0
-# A span below a request's: name, kind, attributes, start and end by `perf_counter`.
+# A child of a request's span: name, kind, attributes, start and end by `perf_counter`.
 _Part = tuple[str, Any, dict[str, Any], float, float]
 
 
 class Spans:
-    """Makes spans, and sends them from a thread of its own.
+    """Makes spans, and sends them from its own thread.
 
     Args:
         model, version: of the instance.
@@ -66,30 +66,30 @@ class Spans:
 
     @classmethod
     def of_environment(cls, model: str, version: str) -> Self | None:
-        """None: the environment asks for none. Errors as this class."""
-        wanted = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")
-        return cls(model, version) if "otlp" in map(str.strip, wanted) else None
+        """Make spans if the environment enables them, otherwise return None. Errors as this class."""
+        exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")
+        return cls(model, version) if "otlp" in map(str.strip, exporters) else None
 
     def close(self) -> None:
-        """Send what has not been sent. A collector that is not there holds nothing up for longer than `_SEND_S`."""
+        """Send the remaining spans. An unreachable collector delays this by at most `_SEND_S`."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_SEND_S)
 
     def begin(self, requests: Sequence[Tensors], since: float) -> list[Any]:
-        """Begin the spans of requests that are looked up together. Calls to hosts are below the first of them.
+        """Begin the spans of requests that are looked up together. Calls to hosts are children of the first span.
 
         Args:
-            requests: as they came.
+            requests: as they were received.
             since: when Triton handed them over, by `perf_counter`.
 
         Returns:
-            The span of each; None of one that has none.
+            For each request its span, or None if it is not traced.
         """
         begun = [
             None if request.trace is None else self._begin(request, len(requests), since) for request in requests
         ]
-        parent = next((each.get_span_context() for each in begun if each is not None), None)
+        parent = next((span.get_span_context() for span in begun if span is not None), None)
         TRACE.set(None if parent is None else f"00-{parent.trace_id:032x}-{parent.span_id:016x}-01")
         return begun
 
@@ -100,7 +100,7 @@ class Spans:
         context = self._propagator.extract({"traceparent": request.trace})
         kind = self._api.SpanKind.SERVER
         span = self._tracer.start_span(_METHOD, context, kind, about, start_time=_ns(since))
-        return span if span.is_recording() else None  # OTEL_TRACES_SAMPLER may want fewer than the callers
+        return span if span.is_recording() else None  # OTEL_TRACES_SAMPLER may sample fewer than callers do
 
     def end(
         self,
@@ -110,13 +110,13 @@ class Spans:
         hosts: Iterable[HostTime],
         outcomes: Sequence[Outcome],
     ) -> None:
-        """End spans, with those of the stages and of the calls to hosts below them.
+        """End spans, and add child spans for the stages and the calls to hosts.
 
         Args:
-            begun: as `begin` gave them.
-            since: as `begin`.
-            times: at the start of the first stage and at the end of each [len(STAGES) + 1], by `perf_counter`. Of
-                requests that were not looked up: when that was known [1].
+            begun: the result of `begin`.
+            since: as for `begin`.
+            times: the start of the first stage and the end of each [len(STAGES) + 1], by `perf_counter`. For requests
+                that were not looked up: the time of their refusal [1].
             hosts: the calls of the last lookup.
             outcomes: of the requests.
         """
@@ -141,6 +141,6 @@ class Spans:
             span.end()
 
 
-def _ns(at: float) -> int:
-    """A time of `perf_counter` in Unix time, in ns."""
-    return time.time_ns() - int(1e9 * (time.perf_counter() - at))
+def _ns(seconds: float) -> int:
+    """Convert a time of `perf_counter` to Unix time in ns."""
+    return time.time_ns() - int(1e9 * (time.perf_counter() - seconds))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _ROUNDING = {OutputDtype.FP32: 1e-5, OutputDtype.FP16: 2**-10}
 
 
-# Of outputs, by their KServe names.
+# The numpy dtypes of outputs, by their KServe names.
 _DTYPES = {"FP16": np.dtype(np.float16), **{dtype.value: dtype.numpy for dtype in ScoreDtype}}
 
 
@@ -43,14 +43,14 @@ class Checker:
         self._dense: DenseProgram | None = None  # opened when scores are compared: it imports torch
 
     def what_is_wrong(self, request: Prepared, answer: bytes) -> list[str]:
-        """Each difference between an answer and the bundle, as a line. Empty: the answer is right.
+        """The differences between an answer and the bundle, a line each; empty if the answer is right.
 
         Args:
             request: the request that was sent.
             answer: a serialized ModelInferResponse.
 
         Raises:
-            BundleError, EnvironmentMismatch: scores were asked for, and the dense part cannot be loaded.
+            BundleError, EnvironmentMismatch: the request is for scores, and the dense part cannot be loaded.
         """
         bundle, tensors = self._bundle, request.tensors
         response = ModelInferResponse.FromString(answer)
@@ -63,9 +63,9 @@ class Checker:
             rows = {} if tensors.tables is not None else self._rows_of(part, request)
             shapes |= {output.name: [1, rows.get(output.key, 0), *output.shape] for output in part.outputs}
             shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
-        found = {output.name: list(output.shape) for output in response.outputs}
-        if found != shapes:
-            return [f"expected outputs of shapes {shapes}, got {found}"]
+        answered = {output.name: list(output.shape) for output in response.outputs}
+        if answered != shapes:
+            return [f"expected outputs of shapes {shapes}, got {answered}"]
         outputs: dict[str, Any] = {
             output.name: np.frombuffer(content, _DTYPES[output.datatype]).reshape(output.shape[1:])
             for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
@@ -77,17 +77,17 @@ class Checker:
         return [*misses, *self._missed_scores(expected, tensors, request.samples, outputs)]
 
     def _rows_of(self, part: DensePart, request: Prepared) -> dict[str | None, int]:
-        """How many rows outputs have: by the key that they have a row for each id of; None: one for each sample."""
+        """The number of rows of outputs: by key if there is a row for each id; under None, one for each sample."""
         lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.all_features.keys)
-        found: dict[str | None, int] = {None: request.samples}
+        rows: dict[str | None, int] = {None: request.samples}
         for key in {output.key for output in part.outputs} & lengths.keys():
             repeated = request.samples if key in request.tensors.shared else 1
-            found[key] = int(lengths[str(key)].sum()) * repeated
-        return found
+            rows[key] = int(lengths[str(key)].sum()) * repeated
+        return rows
 
     def _dense_program(self, schema: ScoringSchema) -> "DenseProgram":
         if self._dense is None:
-            # They import torch, which checking lookups does not need.
+            # Imports torch, which checking lookups does not need.
             from serving.lookup.dense_program import DenseProgram
             from serving.lookup.program import load_fbgemm
 
@@ -98,19 +98,19 @@ class Checker:
     def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
         """A line for each output whose scores are further off than rounding explains."""
         schema, manifest = self._schema, self._bundle.manifest
-        # If a sum may have left the range of its dtype, the input of the dense part is not known.
+        # If a sum may have left the range of its dtype, the input of the dense part is unknown.
         if not isinstance(schema, ScoringSchema) or schema.scores.isdisjoint(outputs) or expected.is_unbounded:
             return
         dtype, looked_up = manifest.output_dtype.numpy, dict(zip(expected.features, expected.answers, strict=True))
-        # A feature that is sent once has one row. It counts for all samples.
+        # A shared feature has one row, which all samples use.
         columns = [np.empty((samples, 0), dtype)]
         rows: dict[tuple[int, int], Any] = {}
         for position, (feature, table) in enumerate(zip(manifest.features, manifest.feature_tables, strict=True)):
-            found = looked_up[feature.name].astype(dtype)
+            embeddings = looked_up[feature.name].astype(dtype)
             if table.is_sequence:
-                rows[0, position] = found
+                rows[0, position] = embeddings
             else:
-                columns.append(np.broadcast_to(found, (samples, table.dim)))
+                columns.append(np.broadcast_to(embeddings, (samples, table.dim)))
         request = accept(schema, tensors)
         inputs = [*(request.dense or ()), *jagged_inputs(schema, request, rows, 0)]
         (scores,) = self._dense_program(schema).score(np.concatenate(columns, axis=1), [inputs], [samples])
@@ -132,5 +132,5 @@ class Checker:
 def _largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
     """The largest |difference|. It is NaN or infinity if one number is finite and the other is not."""
     is_same = (one == other) | (np.isnan(one) & np.isnan(other))
-    # As float64: booleans have no difference, and that of integers may not fit.
+    # As float64: booleans cannot be subtracted, and differences of integers may overflow.
     return float(np.abs(one[~is_same].astype(float) - other[~is_same].astype(float)).max(initial=0))

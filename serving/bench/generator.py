@@ -2,8 +2,8 @@
 
 Requests are sent by clients that wait for their answers (a closed loop), or at random moments (an open loop).
 
-The cost of our clients is not measured. Requests are serialized before. The clock stops when the bytes of an answer
-have come. Only answers that are checked are decoded.
+The cost of our clients is not measured: requests are serialized beforehand, the clock stops when the bytes of an
+answer have arrived, and only answers that are checked are decoded.
 """
 
 import asyncio
@@ -123,10 +123,11 @@ def generate(
     start = partial(_generate, connection, requests, bundle, time.time() + _HEAD_START_S)
     with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
         by_process = list(pool.map(start, shares))
-    for others in by_process[1:]:
-        for repeat, other in zip(by_process[0], others, strict=True):
-            repeat.join(other)
-    return by_process[0]
+    first, *rest = by_process
+    for repeats in rest:
+        for repeat, same_repeat in zip(first, repeats, strict=True):
+            repeat.join(same_repeat)
+    return first
 
 
 def _shares(traffic: Traffic, processes: int) -> list[Traffic]:
@@ -155,7 +156,7 @@ class _Generator:
         self._source = cycle(shuffled)
         self._every = round(1 / traffic.check) if traffic.check else 0
         self._answers = 0
-        # The answers that were found right, by the id() of the request.
+        # The answers that were right, by the id() of the request.
         self._right: dict[int, bytes] = {}
 
     async def repeats(self) -> list[Repeat]:
@@ -177,7 +178,7 @@ class _Generator:
         for request, answer in checked:  # after the repeat, as checking takes longer than answering
             if self._right.get(id(request)) == answer:
                 continue
-            assert self._checker is not None  # noqa: S101  else none is kept
+            assert self._checker is not None  # noqa: S101  without it `checked` is empty
             if wrong := self._checker.what_is_wrong(request, answer):
                 repeat.wrong.append(wrong[0])
             else:

@@ -123,7 +123,7 @@ def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) 
 def refusal(traffic: Traffic, repeats: Sequence[Repeat]) -> str | None:
     """Why the numbers of `repeats` cannot be trusted. None if they can."""
     if wrong := [line for repeat in repeats for line in repeat.wrong]:
-        return f"wrong answers ({len(wrong)} of {sum(each.checked for each in repeats)} checked): {wrong[0]}"
+        return f"wrong answers ({len(wrong)} of {sum(repeat.checked for repeat in repeats)} checked): {wrong[0]}"
     if (busy := max(repeat.busy for repeat in repeats)) > _BUSY:
         return f"the generator was the bottleneck: it was at work {busy:.0%} of the time: share it with --processes"
     late = [late_s for repeat in repeats for late_s in repeat.late_s]

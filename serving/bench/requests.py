@@ -20,20 +20,20 @@ from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
 _COUNT = 64
-# Most ids in all of them.
-_IDS_IN_ALL = 1 << 22
-# Ids are drawn below this where an id map knows no ids.
-_MOST_DRAWN = 1 << 31
+# Largest number of ids in all of them together.
+_MAX_IDS = 1 << 22
+# The bound below which ids are drawn if an id map has no known ids.
+_MAX_DRAWN_ID = 1 << 31
 # Distance between an id and the next most popular one, as a share of the table.
 _STRIDE = 0.618_033_988_75
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How often each id of a table is asked for.
+    """How often requests contain each id of a table.
 
-    The k-th most popular id is asked for in proportion to 1 / k^exponent: Zipf's law. With exponent 0 all ids are
-    asked for equally often.
+    The frequency of the k-th most popular id is proportional to 1 / k^exponent (Zipf's law). With exponent 0 all ids
+    are equally frequent.
     """
 
     exponent: float = 0.0
@@ -54,7 +54,7 @@ class Distribution:
             raise ConfigurationError(f"ids: expected uniform or zipf:EXPONENT, got {text!r}") from error
 
     def draw(self, random: np.random.Generator, rows: int, count: int) -> Ids:
-        """Random ids in [0, rows): int64 [count]."""
+        """Draw random ids in [0, rows): int64 [count]."""
         if self.exponent == 0:
             return random.integers(0, rows, count)
         # Invert the continuous law, and round to the nearest rank. Exact sums over 10⁷ rows would take too long.
@@ -75,23 +75,23 @@ def random_requests(
     ids: Distribution,
     pooling_factors: Mapping[str, float],
     seed: int = 0,
-    known: Mapping[str, Ids] = MappingProxyType({}),
+    known_ids: Mapping[str, Ids] = MappingProxyType({}),
     *,
     scores: bool = False,
 ) -> list[Tensors]:
-    """Random requests for all keys of `manifest`.
+    """Make random requests for all keys of `manifest`.
 
     Args:
         manifest: of the bundle. Its tables say which ids are valid.
         samples: samples of each request.
-        ids: how often each id is asked for.
+        ids: how often requests contain each id.
         pooling_factors: mean number of ids in a bag, by key. With 2.3, a bag has 2 or 3 ids.
         seed: of the random numbers.
-        known: the ids to draw from, by key, for keys whose ids are not row numbers.
-        scores: whether to ask for all scores, with dense inputs in [0, 1) instead of embeddings; integers are 0 or 1.
+        known_ids: the ids to draw from, by key, for keys whose ids are not row numbers.
+        scores: whether to request all scores instead of embeddings. Dense inputs are in [0, 1); integers are 0 or 1.
 
     Raises:
-        ConfigurationError: the bundle has no scores to ask for.
+        ConfigurationError: scores are requested, but the bundle has none.
     """
     part = manifest.dense_part if scores else None
     if scores and part is None:
@@ -102,49 +102,49 @@ def random_requests(
     longest = manifest.longest_bags
     expected = max(1, int(factors.sum() * samples))
     requests = []
-    for _ in range(min(_COUNT, max(4, _IDS_IN_ALL // expected))):
+    for _ in range(min(_COUNT, max(4, _MAX_IDS // expected))):
         lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
         for bags, key in zip(lengths, rows, strict=True):
             if key in longest:
                 np.minimum(bags, longest[key], out=bags)
             if part is not None and key in part.fixed_lengths:
                 bags[:] = part.fixed_lengths[key]
-        at = {key: number for number, key in enumerate(rows)}
-        for key, *others in () if part is None else part.together:
-            for other in others:
-                lengths[at[other]] = lengths[at[key]]
+        index = {key: number for number, key in enumerate(rows)}
+        for first, *same_lengths in () if part is None else part.together:
+            for key in same_lengths:
+                lengths[index[key]] = lengths[index[first]]
         values = np.concatenate(
             [
-                _drawn(random, ids, known.get(key), height, bags.sum())
-                for (key, height), bags in zip(rows.items(), lengths, strict=True)
+                _draw_ids(random, ids, known_ids.get(key), row_count, bags.sum())
+                for (key, row_count), bags in zip(rows.items(), lengths, strict=True)
             ]
         )
         weights = np.ones(values.size, np.float32) if manifest.weighted else None
         request = Tensors(None, values, lengths.ravel(), weights)
         if part is not None:
             counts = dict(zip(rows, lengths.sum(axis=1).tolist(), strict=True))
-            dense = {
-                input_.name: _dense(random, input_, samples if input_.key is None else counts[input_.key])
-                for input_ in part.inputs
+            dense_inputs = {
+                dense.name: _draw_dense(random, dense, samples if dense.key is None else counts[dense.key])
+                for dense in part.inputs
             }
-            request = replace(request, outputs=[output.name for output in part.outputs], dense=dense)
+            request = replace(request, outputs=[output.name for output in part.outputs], dense=dense_inputs)
         requests.append(request)
     return requests
 
 
-def _dense(random: np.random.Generator, of: DenseInput, rows: int) -> Array:
-    shape = (rows, *of.shape)
-    if of.dtype is InputDtype.FP32:
+def _draw_dense(random: np.random.Generator, dense: DenseInput, rows: int) -> Array:
+    shape = (rows, *dense.shape)
+    if dense.dtype is InputDtype.FP32:
         return random.random(shape, np.float32)
-    # Larger ones may be outside of an nn.Embedding that takes them.
-    return random.integers(0, 2, shape).astype(of.dtype.numpy)
+    # Larger integers may be outside of an nn.Embedding that takes them.
+    return random.integers(0, 2, shape).astype(dense.dtype.numpy)
 
 
-def _drawn(random: np.random.Generator, ids: Distribution, known: Ids | None, height: int, count: int) -> Ids:
-    """Random ids in [0, height), or among the known ones: int64 [count]."""
-    if known is None or not known.size:
-        return ids.draw(random, min(height, _MOST_DRAWN), count)
-    drawn: Ids = known[ids.draw(random, known.size, count)]
+def _draw_ids(random: np.random.Generator, ids: Distribution, known_ids: Ids | None, rows: int, count: int) -> Ids:
+    """Draw random ids in [0, rows), or from `known_ids`: int64 [count]."""
+    if known_ids is None or not known_ids.size:
+        return ids.draw(random, min(rows, _MAX_DRAWN_ID), count)
+    drawn: Ids = known_ids[ids.draw(random, known_ids.size, count)]
     return drawn
 
 
@@ -181,7 +181,7 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
 
 
 def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> tuple[list[Tensors], int]:
-    """The requests of a captured file.
+    """Read the requests of a capture file.
 
     A captured request has no per-id weights. For a weighted model, each id gets a weight of 1.
 
@@ -197,11 +197,11 @@ def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> t
     Raises:
         ConfigurationError: no request can be sent.
     """
-    captured = [each.tensors for each in read_captured(path, passed_over, follow=True)]
+    captured = [request.tensors for request in read_captured(path, passed_over, follow=True)]
     requests = [
-        replace(each, weights=np.ones(each.values.size, np.float32) if info.weighted else None)
-        for each in captured
-        if _adds_up(each, info) and _is_known(each, info)
+        replace(tensors, weights=np.ones(tensors.values.size, np.float32) if info.weighted else None)
+        for tensors in captured
+        if _adds_up(tensors, info) and _has_dense_inputs_and_outputs(info, tensors)
     ]
     if not requests:
         raise ConfigurationError(f"{path}: expected requests, found none that can be sent")
@@ -222,15 +222,16 @@ def _samples(tensors: Tensors, info: ModelInfo) -> int:
         InvalidRequest: its lengths do not fit its keys or tables.
     """
     names = _names(tensors, info)
-    shared = shared_mask(names, [each.name for each in info.dense], tensors.shared)
+    shared = shared_mask(names, [dense.name for dense in info.dense], tensors.shared)
     return samples_of(tensors, names, shared, info.by_id)
 
 
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
+    """Whether the lengths of a request fit its keys or tables, and its ids."""
     names = _names(tensors, info)
-    known = info.keys.keys() if tensors.tables is None else info.tables.keys()
+    names_of_model = info.keys.keys() if tensors.tables is None else info.tables.keys()
     lengths: Lengths = tensors.lengths  # type: ignore[assignment]
-    if not names or not known >= set(names):
+    if not names or not names_of_model >= set(names):
         return False
     try:
         _samples(tensors, info)
@@ -239,7 +240,7 @@ def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
     return not (lengths < 0).any() and int(lengths.sum(dtype=np.int64)) == tensors.values.size
 
 
-def _is_known(tensors: Tensors, info: ModelInfo) -> bool:
-    """Whether the model has the dense inputs and outputs of a request."""
-    dense, outputs = {each.name for each in info.dense}, {*LOOKED_UP, *info.scores}
-    return dense >= tensors.dense.keys() and outputs >= set(tensors.outputs)
+def _has_dense_inputs_and_outputs(info: ModelInfo, tensors: Tensors) -> bool:
+    """Whether a model has the dense inputs and outputs of a request."""
+    inputs, outputs = {dense.name for dense in info.dense}, {*LOOKED_UP, *info.scores}
+    return inputs >= tensors.dense.keys() and outputs >= set(tensors.outputs)

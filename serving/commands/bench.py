@@ -72,7 +72,9 @@ class Source:
         manifest = self.bundle.manifest
         maps = IdMaps.of(self.bundle.path, manifest)
         known_ids = known_of_keys({} if maps is None else maps.known, manifest)
-        draw = partial(random_requests, ids=self.ids, pooling_factors=factors, known=known_ids, scores=self.scores)
+        draw = partial(
+            random_requests, ids=self.ids, pooling_factors=factors, known_ids=known_ids, scores=self.scores
+        )
         return [(size, prepare(model, draw(manifest, size), info)) for size in self.samples]
 
     def _factors(self, info: ModelInfo) -> dict[str, float]:

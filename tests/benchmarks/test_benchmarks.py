@@ -70,7 +70,7 @@ def test_the_last_run_has_every_server_or_says_why_not() -> None:
 )
 def test_the_page_says_whether_the_run_was_quiet(quiet: bool, said: str) -> None:
     run = json.loads(LATEST.read_text())
-    page = document.render(run | {"others": Quietness().seen() | {"quiet": quiet, "before": 1.234}}, "x.json")
+    page = document.render(run | {"others": Quietness().activity() | {"quiet": quiet, "before": 1.234}}, "x.json")
     assert "Other processes kept 1.23 cores busy before the run" in page
     assert said in page
 

@@ -33,7 +33,7 @@ def measured(case: Case, seconds: float = 1e-3) -> dict[str, Any]:
     for samples, rounds in routed.ROUNDS.items():
         names = ["routed", "hop", "fan_out", "engine", "one_host", *(f"alone_{n}" for n in range(case.hosts))]
         times = {name: seconds * random.uniform(1, 2, rounds) for name in names}
-        processor = routed.ProcessorTime(own=0.2 * seconds, calls=0.1 * seconds * case.hosts)
+        processor = routed.ProcessorTime(checks_split_merge=0.2 * seconds, calls=0.1 * seconds * case.hosts)
         found += [*routed.results(case, samples, times), *routed.apart(case, samples, times, processor)]
     found += [Result(f"routed_bytes_{case.name}_b128", 2.5e6, unit="B")]
     found += [ratio(f"routed_bytes_over_plan_{case.name}_b128", 1.01)]
@@ -77,7 +77,7 @@ def test_hosts_of_their_own_are_worked_out_from_the_parts() -> None:
     times = {name: np.full(400, 1e-3) for name in ("routed", "hop")}
     times["alone_1"] = np.tile([3e-3, 1e-3], 200)
     times["alone_2"] = np.tile([1e-3, 5e-3], 200)  # the slowest of a round: 3 ms, 5 ms
-    processor = routed.ProcessorTime(own=0.5e-3, calls=0.4e-3)
+    processor = routed.ProcessorTime(checks_split_merge=0.5e-3, calls=0.4e-3)
     found = values(routed.apart(Case("table_wise", 2), 1, times, processor))
     assert found["slowest_alone_table_wise_2_p50_b1_s"] == pytest.approx(4e-3)
     assert found["other_calls_table_wise_2_b1_s"] == pytest.approx(0.2e-3)
@@ -156,7 +156,7 @@ def test_a_peer_that_cannot_be_started_is_absent(tmp_path: Path, ragged: PeerWor
     def start() -> str:
         raise FileNotFoundError(".bench/peers could not be installed")
 
-    (found,) = peers_hosts.beside(ragged, tmp_path, {}, "redis_hosts", start)
+    (found,) = peers_hosts.run_beside(ragged, tmp_path, {}, "redis_hosts", start)
     assert (found.name, found.note) == ("redis_hosts_absent", ".bench/peers could not be installed")
 
 

@@ -11,7 +11,7 @@ from benchmarks import document, peers_scores
 from benchmarks.measure import Result, ratio
 from benchmarks.peer_workload import MODEL
 from benchmarks.peers_scores import LOADS, SERVERS
-from benchmarks.peers_served import NOTHING, seen
+from benchmarks.peers_served import NOTHING, figures
 from benchmarks.sequences import ROUNDS
 from tests.benchmarks.test_scores import line
 
@@ -46,7 +46,7 @@ def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = Non
         Result(f"scores_alone_{who}_p50_b{samples}_s", 2e-3) for who in ("ours", "peers") for samples in (1, 128)
     ]
     alone += [ratio(f"peers_over_ours_scores_inprocess_b{samples}", 1.0) for samples in (1, 128)]
-    return run_with([*seen("scores", lines, absent or {}), *peers_scores.ratios(lines), *alone])
+    return run_with([*figures("scores", lines, absent or {}), *peers_scores.ratios(lines), *alone])
 
 
 def test_the_page_has_every_server_that_was_measured_and_why_others_were_not() -> None:
@@ -133,7 +133,7 @@ def test_the_page_has_what_scores_of_sequences_take() -> None:
     for load in LOADS:
         ours = line(MODEL, load, [1e-3, 1e-3])
         lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours), line("grpc_aio_int8", load, [2e-3, 3e-3], ours)]
-    found += [*seen("scores_sequences", lines, {}), *peers_scores.ratios(lines, "scores_sequences")]
+    found += [*figures("scores_sequences", lines, {}), *peers_scores.ratios(lines, "scores_sequences")]
     said = section(run_with(found), "### Scores of sequences")
     assert said.count(" | 1.00 ms | 2.00 ms | 3.00 ms |\n") == 3
     assert said.count(" | 0.10 | 0.20 | 0.30 |\n") == 2

@@ -59,7 +59,7 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     configure_hosts(model, {"0": "a:1", "2": "c:1"})
     assert said_next() == f"next: serve {', '.join(MODELS[1:])}; then tbe-serve configure {model} --host 1=ADDRESS"
     configure_hosts(model, {"0": "a:1", "1": "b:1", "2": "c:1"})
-    assert said_next() == f"next: serve version 4 of {', '.join(MODELS[1:])}; then that of {MODEL}"
+    assert said_next() == f"next: serve version 4 of {', '.join(MODELS[1:])}; then version 4 of {MODEL}"
     for wrong in ("x", "-1", "1,", "0.5"):
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0

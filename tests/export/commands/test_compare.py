@@ -21,7 +21,7 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         (["--tables", "T", "--dtype", "int3"], "--dtype: expected one of"),
         (["--tables", "T", "--pooling-factor", "q=1"], "--pooling-factor 'q': expected the name of a table"),
         (["--tables", "T", "--checkpoint", "w.pt"], "--checkpoint: expected --model with it"),
-        ([], "expected one of --model and --tables"),
+        ([], "expected either --model or --tables"),
         (["--tables", "T", "--ranks", "3", "--ranks-per-host", "2"], "--ranks-per-host: expected a divisor"),
     ],
 )

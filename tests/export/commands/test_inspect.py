@@ -24,7 +24,7 @@ def test_inspect_shows_what_a_bundle_holds(mixed: Path) -> None:
     assert "manifest.json: cannot be read: No such file or directory" in done.stderr
 
 
-@pytest.mark.parametrize("title", ["largest error of an element of a row", "scores, and the largest error of one"])
+@pytest.mark.parametrize("title", ["largest error of an element of a row", "largest error of a score"])
 def test_each_column_of_a_table_of_errors_is_explained_under_it(tmp_path: Path, title: str) -> None:
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     lines = [line.rstrip() for line in tbe_export("inspect", str(bundle)).stdout.splitlines()]

@@ -43,7 +43,7 @@ def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_
     assert f"kubectl apply -k {out}" in done.stdout
     assert "needed: PersistentVolumeClaim models" in done.stdout
     assert "needed: Secret m-tls" in done.stdout
-    assert 'pods labelled m-client: "true" may look up, at m:8001' in done.stdout
+    assert 'pods labelled m-client: "true" may call m:8001' in done.stdout
     assert yaml.safe_load((out / "kustomization.yaml").read_text())["resources"] == [
         "lookup.yaml",
         "trusted-keys.yaml",
@@ -63,7 +63,7 @@ def test_a_bundle_that_no_trusted_key_signed_is_not_deployed(signed: Path, keys:
 def test_a_signed_bundle_that_pods_would_not_check_is_noted(signed: Path, tmp_path: Path) -> None:
     done = tbe_export("manifests", str(signed / "1"), *given(tmp_path / "k8s"))
     assert done.exit_code == 0, done.stderr
-    assert "note: the bundle is signed, and pods do not ask for that: --trusted-keys" in done.stdout
+    assert "note: the bundle is signed, but pods do not check it without --trusted-keys" in done.stdout
 
 
 def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
@@ -119,7 +119,7 @@ def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path
         "manifests", str(signed), *arguments[:at], *arguments[at + 2 :], "--store", "s3://bucket/models"
     )
     assert done.exit_code == 0, done.stderr
-    assert "needed: s3://bucket/models, with the repository: `tbe-export push`" in done.stdout
+    assert "needed: s3://bucket/models, with the repository (`tbe-export push`)" in done.stdout
 
 
 @pytest.mark.parametrize("option", ["--image", "--out"])

@@ -47,8 +47,8 @@ def test_a_plan_says_what_a_server_needs_of_memory() -> None:
     shared = -(-2 * largest // (1 << 20)) << 20
     expected = {
         "always": (tables, processes, 0, tables + processes),
-        "at most, certificates renewed": (tables, 2 * processes, 2 * shared, tables + 2 * (processes + shared)),
-        "a second version, too": (2 * tables, 2 * tables + 2 * (processes + shared) + (256 << 20) + shared),
+        "while certificates are renewed": (tables, 2 * processes, 2 * shared, tables + 2 * (processes + shared)),
+        "while two versions are loaded": (2 * tables, 2 * tables + 2 * (processes + shared) + (256 << 20) + shared),
     }
     for when, parts in expected.items():
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(when)]

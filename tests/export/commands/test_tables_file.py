@@ -18,7 +18,10 @@ from serving.errors import ConfigurationError
         ("[tables.a]\nrows = 9\ndim = 8\ncolour = 1\n", "unknown field `colour`"),
         ("[tables.a]\nrows = 9\ndim = 8\npooling = 'max'\n", "expected sum or mean, got 'max'"),
         ("[tables.a]\nrows = 9\ndim = 8\npooling_factor = 0\n", "pooling_factor: expected > 0"),
-        ("[tables.a]\nrows=9\ndim=8\n[tables.b]\nrows=9\ndim=8\nfeatures=['a']\n", "feature 'a': expected one table"),
+        (
+            "[tables.a]\nrows=9\ndim=8\n[tables.b]\nrows=9\ndim=8\nfeatures=['a']\n",
+            "feature 'a': expected it in one table",
+        ),
         ("tables = {}\n", "expected a table such as [tables.item]"),
         ("tables = [\n", "t.toml"),
     ],

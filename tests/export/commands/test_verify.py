@@ -140,7 +140,7 @@ def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
     assert "expected a model with tables {'user': (500, 16)" in done.stderr
     done = tbe_export("verify", str(mixed), "--checkpoint", "w.pt")
     assert done.exit_code == 1
-    assert "--checkpoint: expected --model too" in done.stderr
+    assert "--checkpoint: expected --model with it" in done.stderr
 
 
 def another() -> EmbeddingBagCollection:

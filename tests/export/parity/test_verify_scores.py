@@ -59,7 +59,7 @@ def replace_scores(bundle: Path, other: Path, names: Sequence[str] = ("scores.pt
 def test_a_good_bundle_is_verified_with_its_scores(repository: Path, name: str) -> None:
     done = tbe_export("verify", str(repository / name / "1"))
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "scores, and the largest error of one" in done.stdout
+    assert "largest error of a score" in done.stdout
     assert ("requests are scored one by one" in done.stdout) == (name == "mixing")
 
 
@@ -82,7 +82,7 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
 
     said = refused(bundle, "--model", "tests.export.parity.test_verify_scores:other_head")
     assert said.startswith("tbe-export: output 'like': differs by ")
-    assert said.endswith("is this what it was exported from?")
+    assert said.endswith("is this the model that was exported?")
 
     torch.save(ranker().state_dict(), tmp_path / "good.pt")
     torch.save(other_head().state_dict(), tmp_path / "other.pt")
@@ -100,7 +100,7 @@ def test_scores_that_a_merged_request_changes_are_found(repository: Path) -> Non
     """The manifest says that samples are not mixed, and they are."""
     bundle = repository / "of_ids" / "1"
     replace_scores(bundle, repository / "mixing" / "1")
-    assert "output 'scores': requests that are scored together differ from each alone by " in refused(bundle)
+    assert "output 'scores': scores of merged requests differ from those of each request alone by " in refused(bundle)
 
 
 def test_a_file_that_answers_otherwise_than_the_others_is_found(repository: Path) -> None:

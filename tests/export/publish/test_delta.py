@@ -63,7 +63,7 @@ def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: P
     save_file({"a/ids": np.array([1]), "a/rows": np.ones((1, 8), np.float32)}, tmp_path / "rows.safetensors")
     command = "delta", str(repository / "m"), "--rows", str(tmp_path / "rows.safetensors")
     mend = f"tbe-serve configure {repository / 'm'} --weights-memory live"
-    assert tbe_export(*command).stdout.endswith(f"\nno server applies it: `{mend}`\n")
+    assert tbe_export(*command).stdout.endswith(f"\nno server applies it until you run `{mend}`\n")
     assert tbe_serve(*mend.split()[1:]).returncode == 0
     assert tbe_export(*command).stdout.endswith("1 rows, delta 2 of version 1\n")
 

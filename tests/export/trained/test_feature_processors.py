@@ -76,7 +76,7 @@ def test_a_checkpoint_is_exported_and_verified_as_the_module_is(tmp_path: Path) 
     state["_feature_processors.words.position_weight"][3] += 1
     done = tbe_export(*verify, str(save_state(state, tmp_path)))
     assert done.exit_code == 1
-    assert "feature 'words': its position weights are not those given" in done.stderr
+    assert "feature 'words': its position weights differ from the model" in done.stderr
 
 
 WORDS = "_feature_processors.words.position_weight"

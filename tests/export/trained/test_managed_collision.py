@@ -98,7 +98,7 @@ def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:
     state[SLOTS] = state[SLOTS].roll(1)
     done = tbe_export(*verify, str(save_state(state, tmp_path)))
     assert done.exit_code == 1
-    assert "table 'user': its map of ids is not the one given" in done.stderr
+    assert "table 'user': its map of ids differs from the model" in done.stderr
     assert "table 'item'" not in done.stderr
 
 

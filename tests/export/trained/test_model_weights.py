@@ -178,7 +178,7 @@ def test_every_weight_and_buffer_is_read_in_its_own_dtype(tmp_path: Path, kind: 
     verification = verify(
         bundle, collect_tables(untrained(kind), trace=not by_example), tmp_path / "w.pt", example=config.example
     )
-    assert (verification.failures, verification.taken) == ((), "weights from w.pt; 0 keys unused")
+    assert (verification.failures, verification.source) == ((), "weights from w.pt; 0 keys unused")
 
 
 @pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])

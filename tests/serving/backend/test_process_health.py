@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, stood_still_s
+from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, paused_s
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
@@ -129,7 +129,7 @@ def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
 )
 def test_waiting_for_python_s_lock_is_not_to_stand_still(elapsed_s: float, waits: int, ends: bool) -> None:
     """A pause of 0.7 s is the shortest for which Triton gives up; 200 waits of 5 ms are one second."""
-    assert (stood_still_s(elapsed_s, waits) > _LONGEST_S) is ends
+    assert (paused_s(elapsed_s, waits) > _LONGEST_S) is ends
 
 
 # Faults for a page of 4 KiB that 20 times five answers of 8 MB take, after the first of them.

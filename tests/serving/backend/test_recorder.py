@@ -181,7 +181,7 @@ before = (folder / "file").read_bytes()
 for _ in range(3):
     record(4000)  # 32 KB, of which a part fits
 (warning,) = [said.get(timeout=60)]
-assert "a request is not kept: [Errno 28] No space left on device: the next are tried again" in warning, warning
+assert "a request was not written: [Errno 28] No space left on device: later ones are tried" in warning, warning
 record(1)
 assert said.get(timeout=60) == "kept"  # the three were tried before, and nothing was said a second time
 assert (folder / "file").read_bytes().startswith(before)
@@ -252,7 +252,7 @@ def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path:
     )
     for names in (["\ud800"], ["x"]):
         recorder.record(Tensors(names, np.array([1]), np.array([1], np.int32)), "refused: features")
-    assert "a request is not kept: 'utf-8' codec can't encode character" in said.get(timeout=60)
+    assert "a request was not written: 'utf-8' codec can't encode character" in said.get(timeout=60)
     assert [said.get(timeout=60) for _ in range(2)] == ["dropped", "kept"]
     assert [each.features for each in read_captured(tmp_path / "file")] == [["x"]]
 

@@ -33,7 +33,7 @@ def test_a_release_is_written_beside_the_model_and_replaced(target: Target) -> N
     assert second.sequence > first.sequence
     later = Release(versions=(1,), sequence=second.sequence + 10**9)  # the clock was put back since
     release_path(target.model).write_text(f'{{"versions": [1], "sequence": {later.sequence}}}')
-    assert "the release was signed before" in release(target, "1", key=False)
+    assert "the last release was signed" in release(target, "1", key=False)
     assert read_release(target.model) == Release(versions=(1,), sequence=later.sequence + 1)
     assert sorted(path.name for path in target.repository.iterdir()) == [
         "m",

@@ -256,7 +256,7 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
     done = tbe_export("delta", str(bundle.parent), "--model", "tests.support.models:collection")
     assert "000000000002.safetensors: 2 rows, delta 2 of version 1" in done.output
     done = tbe_export("delta", str(bundle.parent), "--model", "tests.support.models:collection")
-    assert "no row differs: nothing is published" in done.output
+    assert "no row differs from the stored ones; nothing was published" in done.output
     (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
     assert "deltas: 2, up to 2, " in " ".join(tbe_export("inspect", str(bundle)).output.split())
     # Versions take their deltas with them.
