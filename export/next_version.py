@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,7 @@ from export.publish.lineage import Lineage
 from export.trained.checkpoint import WeightSource
 from serving.bundle.delta import Delta
 from serving.bundle.load import Bundle, check_digest, digest_file, open_bundle, weights_path
-from serving.bundle.manifest import (
-    Compacted,
-    Manifest,
-    write_manifest,
-)
+from serving.bundle.manifest import Compacted, Manifest, write_manifest
 from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.errors import ConfigurationError
@@ -244,46 +240,43 @@ def export_next(
         )
         exported = Lineage.of(folder / "r", name, None, None)
         hosts = exported.bundle.manifest.hosts
-        if (
-            hosts or len(lineages) > 1
-        ) and exported.bundle.manifest.placement_digest != lineage.bundle.manifest.placement_digest:
-            raise ConfigurationError(
-                f"expected the tables of {lineage.bundle.path}, cut over the same hosts: export with its dtypes and "
-                "sharding"
-            )
+        _check_same_hosts(exported.bundle, lineage.bundle)
         if hosts and version is None:
             version = max(next_version(repository / part.folder.model) for part in lineages)
         bundles = [part.bundle for part in (*map(exported.of_host, hosts), exported)]
         settings = [*(config.serving and config.serving.of_host() for _ in hosts), config.serving]
         # The drafts are begun first, so that no delta is published for a version that the model cannot take.
-        drafts = [
-            stack.enter_context(
-                draft(
-                    repository,
-                    new.path.parent.name,
-                    version,
-                    new.manifest,
-                    serving,
-                    key,
-                )
-            )
-            for new, serving in zip(bundles, settings, strict=True)
-        ]
+        *host_drafts, model_draft = (
+            stack.enter_context(draft(repository, bundle.path.parent.name, version, bundle.manifest, serving, key))
+            for bundle, serving in zip(bundles, settings, strict=True)
+        )
         sequence = _publish_difference(lineage, exported, key)
-        named: tuple[HostBundle, ...] = ()
-        for host, bundle, of, new in zip((*hosts, None), bundles, lineages, drafts, strict=True):
-            manifest = msgspec.structs.replace(
-                bundle.manifest,
-                compacted=Compacted(of.name, sequence),
-                hosts=named if host is None else (),
-            )
-            _take(bundle, new.path, of.bundle)
-            write_manifest(new.path, manifest)
-            digest = open_bundle(new.path).digest
-            if host is not None:
-                assert version is not None  # noqa: S101  there are hosts
-                named = (*named, msgspec.structs.replace(host, version=version, manifest=digest, lineage=of.name))
-        return [new.publish() for new in drafts][-1]
+        host_bundles = []
+        for host, bundle, before, new in zip(hosts, bundles[:-1], lineages[:-1], host_drafts, strict=True):
+            assert version is not None  # noqa: S101  there are hosts
+            digest = _fill_next(new, bundle, before, sequence, ())
+            host_bundles.append(msgspec.structs.replace(host, version=version, manifest=digest, lineage=before.name))
+        _fill_next(model_draft, exported.bundle, lineage, sequence, host_bundles)
+        for new in host_drafts:
+            new.publish()
+        return model_draft.publish()
+
+
+def _check_same_hosts(exported: Bundle, before: Bundle) -> None:
+    """Refuse an export with hosts, or for a model with hosts, whose tables are sharded differently than before."""
+    has_hosts = bool(exported.manifest.hosts or before.manifest.hosts)
+    if has_hosts and exported.manifest.placement_digest != before.manifest.placement_digest:
+        raise ConfigurationError(
+            f"expected the tables of {before.path}, sharded over the same hosts: export with its dtypes and sharding"
+        )
+
+
+def _fill_next(new: Draft, bundle: Bundle, lineage: Lineage, sequence: int, hosts: Sequence[HostBundle]) -> str:
+    """Move an exported bundle into a draft that continues a lineage after a delta. Returns the draft's digest."""
+    _take(bundle, new.path, lineage.bundle)
+    compacted = Compacted(lineage.name, sequence)
+    write_manifest(new.path, msgspec.structs.replace(bundle.manifest, compacted=compacted, hosts=tuple(hosts)))
+    return open_bundle(new.path).digest
 
 
 def _take(bundle: Bundle, target: Path, before: Bundle) -> None:

@@ -317,16 +317,5 @@ def client_labels(fleet: Fleet) -> dict[str, str]:
     return {f"{fleet.name}-client": "true"}
 
 
-def metadata(fleet: Fleet, member: Member, name: str | None = None) -> Object:
-    """The metadata of an object that belongs to a model.
-
-    Args:
-        fleet: the fleet.
-        member: the model.
-        name: of the object. None: the model's own.
-    """
-    return {"name": name or member.name, "labels": labels_of(fleet, member)}
-
-
 def _fleet_labels(fleet: Fleet) -> dict[str, str]:
     return {"app.kubernetes.io/name": "tbe-serving", "app.kubernetes.io/instance": fleet.name}

@@ -15,7 +15,6 @@ from export.kubernetes.fleet import (
     client_labels,
     hosts_labels,
     labels_of,
-    metadata,
 )
 
 
@@ -45,41 +44,30 @@ def prometheus_rule() -> Object:
     }
 
 
-def front_policy(fleet: Fleet, options: PodOptions) -> Object:
-    """The NetworkPolicy of the model that clients call. A router calls its hosts, and DNS to find them."""
-    to_hosts = {"to": [_pods(hosts_labels(fleet))], "ports": _tcp(GRPC_PORT)}
-    return _policy(fleet, fleet.front, client_labels(fleet), [to_hosts] if fleet.hosts else [], options)
-
-
-def host_policy(fleet: Fleet, host: Member, options: PodOptions) -> Object:
-    """The NetworkPolicy of a host. Only routers may call it."""
-    return _policy(fleet, host, labels_of(fleet, fleet.front), [], options)
-
-
 _DNS = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
 _HTTPS_PORT = 443
 
 
-def _policy(
-    fleet: Fleet, member: Member, callers: dict[str, str], egress: list[Object], options: PodOptions
-) -> Object:
-    # The addresses of a store are unknown.
-    reached = [*egress, {"ports": _tcp(_HTTPS_PORT)}] if options.store else egress
+def _network_policy(fleet: Fleet, member: Member, options: PodOptions) -> Object:
+    """Routers call hosts, and DNS to find them. Hosts are called only by routers, and call nothing."""
+    is_front = member.host is None
+    callers = client_labels(fleet) if is_front else labels_of(fleet, fleet.front)
+    reached: list[Object] = []
+    if is_front and fleet.hosts:
+        reached.append({"to": [_pods(hosts_labels(fleet))], "ports": _tcp(GRPC_PORT)})
+    if options.store:  # the addresses of a store are unknown
+        reached.append({"ports": _tcp(_HTTPS_PORT)})
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.metrics_from}}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata(fleet, member),
-        "spec": {
-            "podSelector": {"matchLabels": labels_of(fleet, member)},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [
-                {"from": [_pods(callers)], "ports": _tcp(GRPC_PORT)},
-                {"from": [monitoring], "ports": _tcp(OPERATIONS_PORT)},
-            ],
-            "egress": [*reached, _DNS] if reached else [],
-        },
+    spec = {
+        "podSelector": {"matchLabels": labels_of(fleet, member)},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [
+            {"from": [_pods(callers)], "ports": _tcp(GRPC_PORT)},
+            {"from": [monitoring], "ports": _tcp(OPERATIONS_PORT)},
+        ],
+        "egress": [*reached, _DNS] if reached else [],
     }
+    return _object("networking.k8s.io/v1", "NetworkPolicy", fleet, member, spec)
 
 
 def _tcp(port: int) -> list[Object]:
@@ -153,7 +141,7 @@ def front_manifests(fleet: Fleet, replicas: Replicas, options: PodOptions) -> li
         _service(fleet, front),
         _disruption_budget(fleet, front),
         _autoscaler(fleet, front, replicas),
-        front_policy(fleet, options),
+        _network_policy(fleet, front, options),
     ]
 
 
@@ -163,76 +151,60 @@ def host_manifests(fleet: Fleet, host: Member, options: PodOptions) -> list[Obje
         _stateful_set(fleet, host, options),
         _service(fleet, host),
         _disruption_budget(fleet, host),
-        host_policy(fleet, host, options),
+        _network_policy(fleet, host, options),
     ]
 
 
 def _deployment(fleet: Fleet, member: Member, options: PodOptions) -> Object:
     """A Deployment without a number of replicas: the autoscaler sets it, and each `kubectl apply` would reset it."""
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata(fleet, member) | {"annotations": _bundle_annotations(fleet)},
-        "spec": {
-            "selector": {"matchLabels": labels_of(fleet, member)},
-            "minReadySeconds": _SETTLED_S,
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": pod_template(fleet, member, options),
-        },
+    spec = {
+        "selector": {"matchLabels": labels_of(fleet, member)},
+        "minReadySeconds": _SETTLED_S,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "template": pod_template(fleet, member, options),
     }
-
-
-def _bundle_annotations(fleet: Fleet) -> Object:
-    bundle = f"{fleet.front.model}/{fleet.bundle.path.name}"
-    return {"tbe-serving/bundle": bundle, "tbe-serving/manifest": f"sha256:{fleet.bundle.digest}"}
+    deployment = _object("apps/v1", "Deployment", fleet, member, spec)
+    deployment["metadata"]["annotations"] = {
+        "tbe-serving/bundle": f"{fleet.front.model}/{fleet.bundle.path.name}",
+        "tbe-serving/manifest": f"sha256:{fleet.bundle.digest}",
+    }
+    return deployment
 
 
 def _stateful_set(fleet: Fleet, member: Member, options: PodOptions) -> Object:
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": metadata(fleet, member),
-        "spec": {
-            "replicas": member.replicas,
-            "serviceName": member.name,
-            "selector": {"matchLabels": labels_of(fleet, member)},
-            "podManagementPolicy": "Parallel",
-            "minReadySeconds": _SETTLED_S,
-            "updateStrategy": {"type": "RollingUpdate"},
-            "template": pod_template(fleet, member, options),
-        },
+    spec = {
+        "replicas": member.replicas,
+        "serviceName": member.name,
+        "selector": {"matchLabels": labels_of(fleet, member)},
+        "podManagementPolicy": "Parallel",
+        "minReadySeconds": _SETTLED_S,
+        "updateStrategy": {"type": "RollingUpdate"},
+        "template": pod_template(fleet, member, options),
     }
+    return _object("apps/v1", "StatefulSet", fleet, member, spec)
 
 
 def _service(fleet: Fleet, member: Member) -> Object:
     """A headless Service: clients and routers get the address of every ready pod, and call them in turn."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata(fleet, member),
-        "spec": {
-            "clusterIP": "None",
-            "selector": labels_of(fleet, member),
-            "ports": [
-                {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc", "appProtocol": "grpc"},
-                {"name": "operations", "port": OPERATIONS_PORT, "targetPort": "operations"},
-            ],
-        },
+    spec = {
+        "clusterIP": "None",
+        "selector": labels_of(fleet, member),
+        "ports": [
+            {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc", "appProtocol": "grpc"},
+            {"name": "operations", "port": OPERATIONS_PORT, "targetPort": "operations"},
+        ],
     }
+    return _object("v1", "Service", fleet, member, spec)
 
 
 def _disruption_budget(fleet: Fleet, member: Member) -> Object:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": metadata(fleet, member),
-        "spec": {
-            "maxUnavailable": 1,
-            # A pod that is not ready answers no request: it must not keep a node from being drained.
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": labels_of(fleet, member)},
-        },
+    spec = {
+        "maxUnavailable": 1,
+        # A pod that is not ready answers no request: it must not keep a node from being drained.
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": labels_of(fleet, member)},
     }
+    return _object("policy/v1", "PodDisruptionBudget", fleet, member, spec)
 
 
 def _autoscaler(fleet: Fleet, member: Member, replicas: Replicas) -> Object:
@@ -241,15 +213,17 @@ def _autoscaler(fleet: Fleet, member: Member, replicas: Replicas) -> Object:
     if replicas.queue_ms is not None:  # Kubernetes takes the larger number of pods
         target = {"type": "AverageValue", "averageValue": str(replicas.queue_ms)}
         metrics.append({"type": "Pods", "pods": {"metric": {"name": _QUEUE_METRIC}, "target": target}})
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata(fleet, member),
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": member.name},
-            "minReplicas": replicas.routers,
-            "maxReplicas": replicas.most_routers,
-            "metrics": metrics,
-            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
-        },
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": member.name},
+        "minReplicas": replicas.routers,
+        "maxReplicas": replicas.most_routers,
+        "metrics": metrics,
+        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
     }
+    return _object("autoscaling/v2", "HorizontalPodAutoscaler", fleet, member, spec)
+
+
+def _object(api_version: str, kind: str, fleet: Fleet, member: Member, spec: Object) -> Object:
+    """An object with the name and the labels of a model."""
+    metadata = {"name": member.name, "labels": labels_of(fleet, member)}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}

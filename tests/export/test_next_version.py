@@ -438,10 +438,10 @@ def test_rows_that_would_go_to_other_hosts_cannot_go_on(tmp_path: Path) -> None:
         replace(ON_HOSTS, sharding=replace(ON_HOSTS.sharding, types={"a": "column_wise"})),
         replace(ON_HOSTS, dtype={"a": WeightDtype.FP16}),
     ):
-        with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, cut over the same hosts"):
+        with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, sharded over the same hosts"):
             export_next(model, r, MODEL, other)
     export_model(model, r, "whole")
-    with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, cut over the same hosts"):
+    with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, sharded over the same hosts"):
         export_next(model, r, "whole", ON_HOSTS)
     assert bundles(r, 2) == {}
     assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
