@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 
 from export import ExportConfig, Sharding
 from serving.model.settings import ServingSettings
+from tests.support.commands import tbe_export
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "export.md").read_text()
@@ -71,23 +69,13 @@ def test_the_example_has_every_key() -> None:
     assert example.keys() == documented("The file itself") - {"checkpoint_prefix", "example", "labelled"}
 
 
-def test_the_example_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "package.py").write_text(MODULE)
+def test_the_example_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "example_of_the_page.py").write_text(MODULE)
     (tmp_path / "export.toml").write_text(EXAMPLE)
-    command = [
-        sys.executable,
-        "-m",
-        "export",
-        "plan",
-        "--model",
-        "package:build",
-        "--config",
-        "export.toml",
-        "--json",
-    ]
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = tbe_export("plan", "--model", "example_of_the_page:build", "--config", "export.toml", "--json")
+    assert done.exit_code == 0, done.stderr
     # 8 ranks are on two hosts. `user` is cut over them, all else is in the router.
     assert [rank["host"] for rank in json.loads(done.stdout)["ranks"]] == [-1, 0, 1]
 

@@ -15,6 +15,7 @@ from export import Sharding, export_model
 from serving.client import LookupClient, Retries, Tls
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
+from serving.model.settings import ServingSettings
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection
 from tests.support.pods import FOLDER, Pod, Volumes, image, pods
@@ -71,7 +72,9 @@ def base(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a repository of signed bundles, `repository`, and the manifests, `k8s`."""
     folder = tmp_path_factory.mktemp("fleet")
     sharding = Sharding(ranks=4, ranks_per_host=2, types=TYPES, hosts_as_models=True)
-    config = replace(MIXED_CONFIG, sharding=sharding)
+    # A busy machine takes longer than the default to reach the server that replaces a host's.
+    serving = ServingSettings(shard_timeout_ms=2_000)
+    config = replace(MIXED_CONFIG, sharding=sharding, serving=serving)
     bundle = export_model(collection(MIXED), folder / "repository", "movies", config, signing_key=keys / "key.pem")
     arguments = [
         *("manifests", str(bundle.parent), "--out", str(folder / "k8s"), "--image", image(), "--claim", "models"),

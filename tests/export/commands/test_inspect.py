@@ -5,8 +5,6 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from export import ExportConfig, export_model
 from tests.support.commands import tbe_export
 from tests.support.ranker import ranker
@@ -24,12 +22,12 @@ def test_inspect_shows_what_a_bundle_holds(mixed: Path) -> None:
     assert "manifest.json: cannot be read: No such file or directory" in done.stderr
 
 
-@pytest.mark.parametrize("title", ["largest error of an element of a row", "largest error of a score"])
-def test_each_column_of_a_table_of_errors_is_explained_under_it(tmp_path: Path, title: str) -> None:
+def test_each_column_of_a_table_of_errors_is_explained_under_it(tmp_path: Path) -> None:
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     lines = [line.rstrip() for line in tbe_export("inspect", str(bundle)).stdout.splitlines()]
-    (start,) = [number for number, line in enumerate(lines) if line.startswith(title)]
-    _, *columns = re.split(" {2,}", lines[start + 1])
-    explained = [line for line in lines[start:] if line.startswith("  ") and ": " in line]
-    names = {name for line in explained for name in line.strip().split(": ")[0].split(", ")}
-    assert {*columns} - {"shape"} <= names
+    for title in ("largest error of an element of a row", "largest error of a score"):
+        (start,) = [number for number, line in enumerate(lines) if line.startswith(title)]
+        _, *columns = re.split(" {2,}", lines[start + 1])
+        explained = [line for line in lines[start:] if line.startswith("  ") and ": " in line]
+        names = {name for line in explained for name in line.strip().split(": ")[0].split(", ")}
+        assert {*columns} - {"shape"} <= names
