@@ -1,4 +1,4 @@
-"""The baseline of a study: the tables in one dtype on one rank. Placements are cut from it, and timed beside it."""
+"""The baseline of a study: the tables in one dtype on one rank. Placements are made from it, and compared with it."""
 
 import glob
 import os
@@ -152,7 +152,7 @@ class Baseline:
         return recommend(self._manifest.tables, readers, self._sharding(ranks), errors)
 
     def place(self, strategy: str, ranks: int, advice: Mapping[str, Recommendation]) -> Placement:
-        """Cut the tables over ranks by a strategy, and measure.
+        """Shard the tables over ranks by a strategy, and measure.
 
         Args:
             strategy: of STRATEGIES.
@@ -160,7 +160,7 @@ class Baseline:
             advice: the recommendations, for MIXED.
 
         Returns:
-            The placement. If the tables cannot be placed so, its `error` says why.
+            The placement. If the tables cannot be placed this way, its `error` says why.
 
         Raises:
             ParityError: the placement's answers differ from the stored rows.
@@ -187,7 +187,7 @@ class Baseline:
         return _placement(strategy, manifest, sharding, times)
 
     def placement(self) -> Placement:
-        """The baseline itself. Its times are those beside the placements, so caches were as cold for both."""
+        """The baseline itself. It was timed in turn with the placements, so that caches were as cold for both."""
         sharding = self._sharding(1)
         placement = _placement(ONE_RANK, self._manifest, sharding, self._measure(self._program, 1))
         if not self._times:
@@ -233,7 +233,7 @@ def _checked_program(directory: Path, manifest: Manifest) -> nn.Module:
     probe = make_probe(manifest, {})
     expected = pool(directory, manifest, probe)
     for feature, error in expected.misses(expected.by_feature(run_program(program, manifest, probe, None))):
-        raise ParityError(f"feature {feature!r}: the placement answers otherwise than its rows say, by {error:.3g}")
+        raise ParityError(f"feature {feature!r}: the placement's answers differ from the stored rows by {error:.3g}")
     return program
 
 

@@ -24,7 +24,7 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 _GREY = "#BBBBBB"
 _INCH = 0.36
-_LATENCY_TITLE = "How long a lookup in {} tables takes,\nby how they are cut over ranks.\nShorter is better"
+_LATENCY_TITLE = "Latency of a lookup in {} tables,\nby how they are sharded over ranks.\nShorter is better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def _draw_latency(axes: Axes, placement: Placement, position: float, height: flo
 def _draw_one_rank(axes: Axes, latency_ms: float) -> None:
     axes.axvline(latency_ms, color="black", linestyle=":")
     axes.annotate(
-        f"not cut: {latency_ms:.3g} ms ",
+        f"one rank: {latency_ms:.3g} ms ",
         (latency_ms, -0.62),
         fontsize=8,
         ha="left",
@@ -192,14 +192,14 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
         for rank in placement.rank_bytes:
             totals.update(dict.fromkeys(rank, 0))
     named = [table for table, _ in totals.most_common(len(_COLOURS))]
-    others = [table for table in totals if table not in named]
+    rest = [table for table in totals if table not in named]
     top = max(placement.largest_rank_bytes for placement in placed)
 
     def paint(axes: Axes, placement: Placement) -> None:
         below = np.zeros(placement.ranks)
         groups = [(table, [table], _COLOURS[n], _HATCHES[n]) for n, table in enumerate(named)]
-        if others:
-            groups.append((f"{len(others)} others", others, _GREY, ""))
+        if rest:
+            groups.append((f"{len(rest)} others", rest, _GREY, ""))
         for label, tables, colour, hatch in groups:
             heights = np.array([sum(rank.get(table, 0) for table in tables) for rank in placement.rank_bytes], float)
             look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0.3, "label": label}

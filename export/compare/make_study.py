@@ -34,9 +34,9 @@ def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]
     """
     reports: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
     for dtype in sorted(WeightDtype, key=lambda dtype: dtype.format.bits):
-        held = [table for table in tables.trained if packs(table.dim, dtype)]
-        agreements = _agreements(tables, held, dtype) if held else {}
-        for table in held:
+        storable = [table for table in tables.trained if packs(table.dim, dtype)]
+        agreements = _agreements(tables, storable, dtype) if storable else {}
+        for table in storable:
             agreement = agreements[table.name]
             reports[table.name].append(
                 DtypeReport(
@@ -50,11 +50,11 @@ def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]
     return reports
 
 
-def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
-    """The agreement of float and stored rows, for the tables `held`."""
-    manifest = tables.describe(dtype, Sharding(), of=held)
+def _agreements(tables: ComparedTables, storable: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
+    """The agreement of float and stored rows, for some tables."""
+    manifest = tables.describe(dtype, Sharding(), of=storable)
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
-        stored = store_rows(weights_paths(Path(folder), manifest), held, manifest, tables.weights)
+        stored = store_rows(weights_paths(Path(folder), manifest), storable, manifest, tables.weights)
         return {table.table: table.error.tally.agreement for table in stored}
 
 

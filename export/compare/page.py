@@ -67,16 +67,16 @@ def findings(study: Study) -> Iterator[str]:
                 yield advice
     placed = [placement.over_one_rank for placement in study.placements if placement.error is None]
     if placed and all(ratio.low > 1 for ratio in placed):
-        yield "In one process every way of cutting is slower than one rank: cut only what does not fit."
+        yield "In one process every sharding is slower than one rank: shard only tables that do not fit."
     elif placed and all(ratio.high >= 1 for ratio in placed):
-        yield "In one process no way of cutting is certainly faster than one rank: cut only what does not fit."
+        yield "In one process no sharding is certainly faster than one rank: shard only tables that do not fit."
 
 
 def _fastest(study: Study, verdict: Verdict) -> str:
-    best, *others = verdict.fastest
+    best, *tied = verdict.fastest
     placements = _group(study, verdict)[best]
     where = "in one process" if verdict.measure == IN_ONE_PROCESS else "side by side, before the network,"
-    remark = f"; {_listed(others)} cannot be told from it" if others else ", less than any other"
+    remark = f"; {_listed(tied)} took as long within the error of measurement" if tied else ", less than any other"
     return (
         f"On {verdict.ranks} ranks {where} {best} took {_times(placements, verdict)} one rank's time{remark}. Its "
         f"fullest rank holds {size_text(placements.largest_rank_bytes)}, "
@@ -93,10 +93,10 @@ def _advice(study: Study, verdict: Verdict) -> str | None:
     if verdict.fastest == [MIXED]:
         return f"{start} is the fastest: take it."
     if MIXED in verdict.fastest:
-        return f"{start} is among the fastest, and no measurement here says which of them to take."
+        return f"{start} is among the fastest, whose times do not differ significantly."
     best = verdict.fastest[0]
     return (
-        f"{start} is not to be recommended for its time: it took {_times(group[MIXED], verdict)} one rank's, {best} "
+        f"{start} is not recommended for speed: it took {_times(group[MIXED], verdict)} one rank's time, {best} "
         f"{_times(group[best], verdict)}."
     )
 

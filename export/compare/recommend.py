@@ -1,4 +1,4 @@
-"""Which sharding type and which dtype suit each table.
+"""Recommend a sharding type and a dtype for each table.
 
 The sharding type follows from the table's bytes and traffic; the dtype follows from its error.
 """
@@ -55,28 +55,28 @@ def _recommend_type(table: Table, readers: int, sharding: Sharding, capacity: fl
         saved = sharding.batch_size * (ids * ID_BYTES + readers * table.dim * SUM_BYTES)
         return (
             ShardingType.DATA_PARALLEL,
-            f"{decimal(size)} is little: copies everywhere take {more} more, and keep {decimal(int(saved))} of a "
-            "batch from travelling",
+            f"{decimal(size)} is little: copies on all ranks take {more} more, and save {decimal(int(saved))} of "
+            "traffic per batch",
         )
     if size <= capacity:
         return (
             ShardingType.TABLE_WISE,
-            f"{decimal(size)} fit into a rank's share of {decimal(int(capacity))} in one piece",
+            f"{decimal(size)} fit into a rank's share of {decimal(int(capacity))}",
         )
     # Row-wise, every rank answers sums of all columns; column-wise, every rank is sent all ids.
     by_rows = ids * ID_BYTES + readers * table.dim * SUM_BYTES * sharding.ranks
     by_columns = ids * ID_BYTES * sharding.ranks + readers * table.dim * SUM_BYTES
-    too_large = f"{decimal(size)} are more than a rank's share of {decimal(int(capacity))}: "
+    too_large = f"{decimal(size)} exceed a rank's share of {decimal(int(capacity))}: "
     if table.dim >= COLUMN_MULTIPLE * sharding.ranks and by_columns < by_rows:
         return (
             ShardingType.COLUMN_WISE,
-            f"{too_large}cut by columns a sample moves {decimal(int(by_columns))}, by rows {decimal(int(by_rows))}",
+            f"{too_large}by columns a sample moves {decimal(int(by_columns))}, by rows {decimal(int(by_rows))}",
         )
     if sharding.hosts > 1 and size <= capacity * sharding.local_ranks:
         return ShardingType.TABLE_ROW_WISE, f"{too_large}the ranks of one host hold it, and sums stay on that host"
     return (
         ShardingType.ROW_WISE,
-        f"{too_large}cut by rows a sample moves {decimal(int(by_rows))}, by columns {decimal(int(by_columns))}",
+        f"{too_large}by rows a sample moves {decimal(int(by_rows))}, by columns {decimal(int(by_columns))}",
     )
 
 
@@ -85,4 +85,4 @@ def _recommend_dtype(reports: Sequence[DtypeReport]) -> tuple[str, str]:
         if report.cosine >= MIN_COSINE:
             return report.dtype, f"the smallest with cosine ≥ {MIN_COSINE}: {report.cosine:.5f}"
     widest = max(reports, key=lambda report: report.bytes)
-    return widest.dtype, f"none of those compared has cosine ≥ {MIN_COSINE}; this is closest: {widest.cosine:.5f}"
+    return widest.dtype, f"no compared dtype has cosine ≥ {MIN_COSINE}; this is closest: {widest.cosine:.5f}"

@@ -24,8 +24,8 @@ class StudyOptions:
     Attributes:
         strategies: of STRATEGIES.
         ranks: numbers of ranks, each 2 or more.
-        ranks_per_host: ranks of each host; all are on one host where None.
-        memory_bytes: what a rank can hold; an equal part of this machine's memory where None.
+        ranks_per_host: ranks of each host. None: all are on one host.
+        memory_bytes: memory of a rank. None: an equal part of this machine's memory.
         dtypes: the dtypes.
         batch_size: samples of a request.
         seconds: how long each placement is measured.
@@ -57,7 +57,7 @@ class StudyOptions:
             self.sharding(ranks)
 
     def sharding(self, ranks: int) -> Sharding:
-        """So many ranks, on one host where it has room for all.
+        """The sharding options for a number of ranks, which are on one host if it can hold them all.
 
         Raises:
             ConfigurationError: a number cannot be used.
@@ -111,7 +111,7 @@ class Placement(msgspec.Struct, frozen=True):
         ranks: number of ranks.
         hosts: number of their hosts.
         dtype: the dtype of all tables, in small letters.
-        error: why the tables cannot be placed so. If it is set, all below is empty.
+        error: why the tables cannot be placed this way. If it is set, all attributes below are empty.
         sharding: the sharding type of each table.
         latency_s: a request to all ranks in one process, one after another.
         latency_p99_s: 99 % of these requests took no longer.
@@ -247,9 +247,9 @@ def figure_of(placement: Placement, measure: str) -> Figure:
 
 
 def _fastest(placements: Sequence[Placement], measure: str) -> list[str]:
-    best, *others = sorted(placements, key=lambda placement: figure_of(placement, measure).median)
+    best, *slower = sorted(placements, key=lambda placement: figure_of(placement, measure).median)
     limit = figure_of(best, measure).high
     return [
         best.strategy,
-        *(placement.strategy for placement in others if figure_of(placement, measure).low <= limit),
+        *(placement.strategy for placement in slower if figure_of(placement, measure).low <= limit),
     ]

@@ -212,14 +212,14 @@ def placed(strategy: str, low: float, median: float, high: float, error: str | N
         pytest.param(
             [placed("mixed", 1.4, 1.5, 1.6), placed("row_wise", 1.0, 1.1, 1.2), placed("auto", 1.19, 1.3, 1.5)],
             ["row_wise", "auto"],
-            "mixed, the types below, is not to be recommended for its time: it took 1.50 (1.40–1.60) times one rank's, "
+            "mixed, the types below, is not recommended for speed: it took 1.50 (1.40–1.60) times one rank's time, "
             "row_wise 1.10 (1.00–1.20) times.",
             id="slower",
         ),
         pytest.param(
             [placed("mixed", 1.15, 1.5, 1.6), placed("row_wise", 1.0, 1.1, 1.2)],
             ["row_wise", "mixed"],
-            "mixed, the types below, is among the fastest, and no measurement here says which of them to take.",
+            "mixed, the types below, is among the fastest, whose times do not differ significantly.",
             id="not told apart",
         ),
         pytest.param(
