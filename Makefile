@@ -1,7 +1,7 @@
 # One way in. `make help` lists the targets; every target sets up what it needs.
 SHELL := /bin/bash
-# 3.11, or else 3.12.
-PYTHON ?= $(or $(firstword $(shell command -v python3.11 python3.12)),python3.11)
+# 3.11, or else 3.12 or 3.13.
+PYTHON ?= $(or $(firstword $(shell command -v python3.11 python3.12 python3.13)),python3.11)
 export PYTHON
 # The torch to run with: 2.13, or another stack of serving/pins.py, in an environment of its own: make test STACK=2.14
 STACK ?= 2.13

@@ -32,12 +32,15 @@ ours=(--excludes excludes.in --no-emit-package torch)
 # What shares an environment is resolved at once. A lock has what those before it have not.
 ours+=(--overrides overrides.in)
 compile "${ours[@]}" serve.in export.in dev.in > "$folder/all"
-# Python 3.12 has to do with the same packages.
-version=3.12 compile "${ours[@]}" --constraints "$folder/all" serve.in export.in dev.in > "$folder/all-3.12"
-if comm -13 <(sort "$folder/all") <(sort "$folder/all-3.12") | grep .; then
-  echo "pins: Python 3.12 needs the packages above, which 3.11 does not: a lock of its own" >&2
-  exit 1
-fi
+# Later versions of Python have to do with the same packages.
+for version in 3.12 3.13; do
+  compile "${ours[@]}" --constraints "$folder/all" serve.in export.in dev.in > "$folder/all-$version"
+  if comm -13 <(sort "$folder/all") <(sort "$folder/all-$version") | grep .; then
+    echo "pins: Python $version needs the packages above, which 3.11 does not: a lock of its own" >&2
+    exit 1
+  fi
+done
+unset version
 ours+=(--constraints "$folder/all")
 lock serve "What serves, beside torch and a tritonserver" "${ours[@]}" serve.in
 lock client "What a client needs" "${ours[@]}" client.in

@@ -12,9 +12,9 @@ fail() {
   exit 1
 }
 
-command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.11 or 3.12 (Debian 12: apt install python3.11), or name it: make PYTHON=/path/to/python3.11"
+command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.11 to 3.13 (Debian 12: apt install python3.11), or name it: make PYTHON=/path/to/python3.11"
 found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run: the lines above say why"
-case $found in 3.11 | 3.12) ;; *) fail "$python is Python $found; the pins are for 3.11 and 3.12" ;; esac
+case $found in 3.11 | 3.12 | 3.13) ;; *) fail "$python is Python $found; the pins are for 3.11 to 3.13" ;; esac
 
 if [ "$stack" != 2.13 ] && ! [ -f "requirements/stack-$stack.txt" ]; then
   others=$(ls requirements/stack-*.txt | sed 's/.*stack-//; s/\.txt$//' | paste -sd ' ')
