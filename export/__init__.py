@@ -43,8 +43,7 @@ __all__ = [
     "stream_deltas",
 ]
 
-# Where each of them is. It is imported when it is first asked for: torch takes seconds, and commands that need
-# none of it would wait, too.
+# The module of each name. It is imported at its first use: torch takes seconds, and some commands do not need it.
 _HOMES = {
     "DefaultRow": "serving.bundle.tables",
     "DenseDtype": "serving.bundle.scores",
@@ -71,9 +70,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_pins()  # first: with builds that do not agree, the import fails and does not say why
+    check_pins()  # first: with builds that do not match, the import fails without a reason
     try:
-        globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         raise not_installed(str(error.name), "export") from error
-    return found
+    return value

@@ -33,20 +33,19 @@ class ExportConfig:
         checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the only prefix under which
             all of them fit.
         trained_memory_bytes: with a checkpoint, the trained model is run, and compared with what serves, if its
-            tables take at most this many bytes in FP32. None: half of the free memory. 0: it is not run.
+            tables take at most this many bytes in FP32. None: half of the available memory. 0: it is not run.
         output_dtype: dtype of the pooled embeddings.
         id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
-        sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
-            then not those of the same plan in one process.
-        scores: whether what follows the collections is served, too: the model's own answers, from its ids and dense
-            inputs.
+        sums_dtype: dtype of the partial sums that hosts send to a router. FP16 halves the traffic; answers then
+            differ from those of the same plan in one process.
+        scores: whether the dense part is served as well: the model's own answers, from ids and dense inputs.
         dense_dtype: how the weights of that part are kept.
         dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
         example: one call of the model that works, as torch.export takes it: its arguments as a tuple, or by name as a
-            dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. What
-            reaches a collection is a key of requests; other tensors with a row for each sample are dense inputs,
-            called by their path; all else stays as it is in the example. None: its forward takes one KJT, and dense
-            inputs [B, width].
+            dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. Ids
+            that reach a collection become keys of requests; other tensors with a row for each sample become dense
+            inputs, named by their path; everything else stays as in the example. None: its forward takes one KJT, and
+            dense inputs [B, width].
         labelled: a file of requests for scores with labels, on which their AUC is measured. None measures none.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
@@ -102,7 +101,7 @@ class ExportConfig:
             raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
-        """The dtype set for `table`; None where none is."""
+        """The dtype set for `table`, or None."""
         return last_match(dict[str, WeightDtype | None](self.dtype), table, None)
 
     def id_policy_of(self, table: str) -> IdPolicy | DefaultRow:
@@ -110,7 +109,7 @@ class ExportConfig:
         return last_match(dict[str, IdPolicy | DefaultRow](self.id_policy), table, IdPolicy.ERROR)
 
     def max_error_of(self, table: str) -> float | None:
-        """The limit set for `table`; None where none is."""
+        """The limit set for `table`, or None."""
         return last_match(dict[str, float | None](self.max_error), table, None)
 
     def check_patterns(self, tables: Iterable[str]) -> None:
@@ -126,8 +125,9 @@ class ExportConfig:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an export is. It works on `step`, and has done `done` of `total` bytes: of float rows, or, where a
-    version and its deltas become the next version, of files.
+    """The progress of an export: `done` of `total` bytes of `step`.
+
+    The bytes are those of float rows, or of files if a version and its deltas become the next version.
     """
 
     step: str

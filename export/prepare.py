@@ -43,8 +43,7 @@ def describe(
     weights: Callable[[], Checkpoint],
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Describe a bundle of `trained` as far as it is known now: without parity, files, position weights, maps of ids,
-    and modules left out.
+    """The manifest of a bundle of `trained`, without parity, files, position weights, id maps, and left-out modules.
 
     Args:
         trained: the tables.

@@ -30,12 +30,12 @@ def size_bytes(setting: str, text: str | int, least: int = 1) -> int:
     """Read "16 GB" (16·10⁹), "16GiB" (16·2³⁰) or a plain number of bytes.
 
     Args:
-        setting: what the size is for; an error names it.
+        setting: its name, for errors.
         text: the size.
-        least: the smallest that is taken, in bytes.
+        least: the smallest allowed size, in bytes.
 
     Raises:
-        ConfigurationError: the text is no size, or a size below `least` or above MOST_BYTES.
+        ConfigurationError: the text is not a size, or is below `least` or above MOST_BYTES.
     """
     match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", str(text).strip())
     # Exact: as a float, 2^60 + 1 is 2^60.
@@ -48,11 +48,11 @@ def size_bytes(setting: str, text: str | int, least: int = 1) -> int:
 
 
 def bytes_per_s(setting: str, text: str | int) -> int:
-    """Read what a network carries: "10 Gb/s" (10⁹ bits), "1.25GB/s" (10⁹ bytes), or a plain number of bytes a second.
+    """Read a bandwidth: "10 Gb/s" (10⁹ bits), "1.25GB/s" (10⁹ bytes), or a plain number of bytes a second.
 
     Args:
-        setting: what it is for; an error names it.
-        text: a small b is a bit, a capital B a byte.
+        setting: its name, for errors.
+        text: the bandwidth; b is a bit, B a byte.
 
     Raises:
         ConfigurationError: the text is no such number, or below 1 byte or above MOST_BYTES a second.
@@ -71,7 +71,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def _named(kind: type[E]) -> Callable[[str, str], E]:
-    """What reads a member of `kind` by its name, such as int8. It raises ConfigurationError where there is none."""
+    """A function that reads a member of `kind` by name, such as int8; other names raise ConfigurationError."""
 
     def member(setting: str, text: str) -> E:
         try:

@@ -9,7 +9,7 @@ from export.trained.source_location import short_line_of
 
 # Packages whose functions torch.fx and torch.export trace as they are.
 _TRACED_PACKAGES = ("torch", "torchrec", "fbgemm_gpu", "_operator", "builtins", "math")
-# What TorchScript knows of an argument without its numbers and sizes.
+# Properties of an argument that do not depend on its numbers and sizes.
 _STATIC = (
     "aten::dim", "aten::is_grad_enabled",
     "prim::dtype", "prim::device", "prim::Constant", "prim::CreateObject",
@@ -34,7 +34,7 @@ def find_opaque_step(module: fx.GraphModule) -> str | None:
                 return f"a hook, or forward of its own, of a {type(hooked).__name__},{short_line_of(node)}"
         package = (getattr(called, "__module__", None) or "torch").partition(".")[0]
         if node.op in ("call_module", "call_function") and package not in _TRACED_PACKAGES:
-            return f"{called.__qualname__}, which is not followed,{short_line_of(node)}"
+            return f"{called.__qualname__}, which is not traced,{short_line_of(node)}"
     return None
 
 
@@ -47,9 +47,9 @@ def _hooked_part(layer: nn.Module) -> nn.Module | None:
 
 
 def find_branch(program: torch.jit.ScriptModule) -> str | None:
-    """Describe a branch or loop of TorchScript that numbers or sizes decide, or return None.
+    """Describe a branch or loop of TorchScript that depends on numbers or sizes, or return None.
 
-    torch.export traces only one of the ways.
+    torch.export traces only one of the sides.
     """
     graph: Any = program.inlined_graph
     for kind in ("prim::If", "prim::Loop"):
@@ -60,7 +60,7 @@ def find_branch(program: torch.jit.ScriptModule) -> str | None:
             else:  # the count, the first condition, and the next condition, which the block returns
                 conditions = [*inputs[:2], *(next(block.outputs()) for block in node.blocks())]
             if any(map(_depends_on_inputs, conditions)):
-                return f"a branch or loop ({kind}) that its inputs decide"
+                return f"a branch or loop ({kind}) that depends on its inputs"
     return None
 
 

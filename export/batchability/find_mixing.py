@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from export.batchability.sample_flow import first_mixing_node
 from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
 from export.capture.graph_inputs import DenseInputs
+from export.capture.row_counts import dims_of_keys
 from export.errors import first_line
 from export.trained.eval_mode import quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -62,19 +63,19 @@ def find_mixing(
     except Exception as error:  # the model's code may raise anything, and so may torch
         message = first_line(error)
         if "data-dependent" in message:
-            return "a size that hangs on numbers of the request, such as the longest history of a batch"
-        return f"a step that torch.export cannot follow: {message}"
+            return "a size that depends on numbers of the request, such as the longest history of a batch"
+        return f"a step that torch.export cannot trace: {message}"
     if buffers := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(buffers.values())!r} changes"
     if scripted is not None:
         few = inputs.select(torch.arange(_COMPARED_SAMPLES)).tensors(jagged)
         if only_scripted := _operators(scripted, few) - _operators(exported.module(), few):
-            return f"{min(only_scripted)[0]}, which TorchScript alone runs: its code is another one there"
+            return f"{min(only_scripted)[0]}, which only TorchScript runs: the model's code differs there"
     names = [str(name) for name in program.graph_signature.user_inputs]
     nodes = [node for node in program.graph.nodes if node.name in names]
     symbols = {symbol for node in nodes for symbol in symbols_of(node.meta["val"].shape)}
     if guard_on_ids(nodes[0].meta["val"].shape[0].node, symbols, branches.guards):
-        return "a step that hangs on how many ids there are"
+        return "a step that depends on the number of ids"
     jagged_by_name = dict(zip(names[len(names) - len(jagged) :], jagged, strict=True))
     keys: dict[str, str | None] = dict.fromkeys(names)
     keys |= {name: _key_of_rows(inputs, tensor) for name, tensor in jagged_by_name.items()}
@@ -93,20 +94,9 @@ def _key_of_rows(inputs: DenseInputs, jagged: JaggedInput) -> str | None:
 
 
 def dynamic_dims(inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
-    """The dynamic dimension of each input: the number of samples, or the number of ids of its key.
-
-    A key with a fixed number of ids in each sample has a multiple of the samples.
-    """
-    samples: Any = torch.export.Dim("samples", min=2)
+    """The dynamic first dimension of each input: the number of samples, or the number of ids of its key."""
     keys = [*(None for _ in (inputs.embeddings, *inputs.dense)), *(_key_of_rows(inputs, tensor) for tensor in jagged)]
-    dims = []
-    for key in keys:
-        if key is None:
-            dims.append({0: samples})
-        else:
-            count = inputs.fixed.get(key)
-            dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
-    return tuple(dims)
+    return dims_of_keys(keys, inputs.fixed)
 
 
 class _Interpreted(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from export.batchability.sample_axis import SampleAxis, is_symbolic_number
+from export.capture.graph_nodes import OFFSETS
 
-_OFFSETS = "fbgemm.asynchronous_complete_cumsum.default"
 # They take (values, offsets, …), and return rows and the same offsets.
 _RETURNING_OFFSETS = (
     "fbgemm.jagged_dense_elementwise_add_jagged_output.default", "fbgemm.jagged_dense_elementwise_mul.default",
@@ -50,7 +50,7 @@ class JaggedLengths:
     def of_offsets(self, node: Any) -> BagSize | None:
         """The key of a node that is offsets, or None."""
         node = _original_offsets(node)
-        is_cumsum = isinstance(node, fx.Node) and str(node.target) == _OFFSETS
+        is_cumsum = isinstance(node, fx.Node) and str(node.target) == OFFSETS
         return self._of_lengths(node.args[0]) if is_cumsum else None
 
     def of_sample_numbers(self, node: Any) -> BagSize | None:

@@ -32,7 +32,7 @@ def probe_mixing(run: Run, inputs: DenseInputs, dtype: DenseDtype, by_id: Mappin
                 rows = torch.cat([inputs.row_indices(by_id.get(name), samples) for samples in requests])
                 alone = np.concatenate([answer[name] for answer in answers])[rows.argsort().numpy()]
                 if not rounding.explains(name, alone):
-                    return f"output {name!r} is another one for samples {description}"
+                    return f"output {name!r} differs for samples {description}"
     return _depends_on_neighbour(run, inputs, by_id)
 
 

@@ -1,6 +1,6 @@
-"""The decisions that torch.export makes while it traces a model: the graph has one side of each branch.
+"""Record the decisions of torch.export while it traces a model: the graph has only one side of each branch.
 
-The answer does not show which side was taken, so every decision is recorded with the line of the model's code.
+The graph does not show which side was taken, so every decision is recorded with the line of the model's code.
 """
 
 import sys
@@ -40,7 +40,7 @@ class BranchLog:
 
     Attributes:
         guards: the comparisons of sizes that torch.export had to decide.
-        branches: the comparisons by which the model's code chose what to do.
+        branches: the comparisons on which the model's code branched.
         swallowed: steps that torch.export cannot trace, whose errors the model's code may have caught.
         loops: loops over the samples, or ids, of the example.
         packed: calls that pack sequences.
@@ -57,7 +57,7 @@ class BranchLog:
 def record_branches(log: BranchLog, flipped: Collection[int] = ()) -> Iterator[BranchLog]:
     """In the block, record what torch.export decides about sizes, and how the model's code branches on them.
 
-    Checks, which only raise an error, are no branches.
+    Checks, which only raise an error, are not recorded as branches.
 
     Args:
         log: gets the decisions.

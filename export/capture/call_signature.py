@@ -1,4 +1,4 @@
-"""What the arguments of a model are made of: keys of a request, dense inputs, and what stays as in the example."""
+"""The signature of a model: which of its arguments are ids of keys, dense inputs, or constants of the example."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from serving.bundle.scores import JaggedInput, JaggedKind
 
 @dataclass(frozen=True, slots=True)
 class IdColumns:
-    """The columns that have the ids of a key, in a tensor of the example with a row for each sample.
+    """The columns with the ids of a key, in a tensor of the example with a row for each sample.
 
     Attributes:
-        path: of the tensor. Empty if the ids are those of the key itself.
-        columns: numbers within a row.
+        path: of the tensor. Empty if the request has the key itself.
+        columns: their indices.
     """
 
     path: str
@@ -30,23 +30,23 @@ class IdColumns:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What the arguments of a model are made of.
+    """The ids, dense inputs and constants in the arguments of a model.
 
     Attributes:
         call: the example.
         samples: the number of samples in the example.
-        keyed: the KJTs in it, by path.
-        jagged: the key of each JaggedTensor in it, by path. The path itself for one that no collection gets.
-        parts: the tensors of the KJTs that the forward makes of tensors of the example.
+        keyed: the KJTs of the example, by path.
+        jagged: the key of each JaggedTensor of the example, by path; the path itself if no collection gets it.
+        parts: the tensors of the example from which the forward makes KJTs.
         by_sample: the tensors with a row for each sample, by path.
-        fixed: the keys that the forward makes of such tensors, with the number of ids of each sample.
-        id_columns: the columns that have the ids of each of these keys. Empty before the trace.
+        fixed: the keys that the forward makes from such tensors, with the number of ids of each sample.
+        id_columns: the columns with the ids of each of these keys. Empty before the trace.
         clocks: the lines of the model's code that read a clock.
         unkeyed: keys and JaggedTensors that no collection looks up, except keys of several KJTs.
-        numbers: of these, the ones that have a number for each id of a key; and that key. Empty before the trace.
-        first: of keys that have equally many ids in each sample as another key, that key. Empty before the trace.
+        numbers: those of `unkeyed` with a number for each id of a key, and that key. Empty before the trace.
+        first: for a key that must have as many ids in each sample as another key, that key. Empty before the trace.
         checks: the outcomes of the checks in the model's code.
-        weights: the key whose weights a JaggedTensor of the example has, by path.
+        weights: by path of a JaggedTensor with the weights of a key, that key.
     """
 
     call: Call
@@ -95,19 +95,21 @@ class Signature:
             bags[key] = Bag(ids.reshape(-1), torch.full((self.samples,), len(source.columns)))
         return bags
 
-    def called(self, samples: int, bags: Bags, by_sample: Mapping[str, Tensor], *, known: bool = False) -> Call:
+    def called(
+        self, samples: int, bags: Bags, by_sample: Mapping[str, Tensor], *, as_request_kjts: bool = False
+    ) -> Call:
         """The call of the model with other ids and dense inputs.
 
         Args:
             samples: B.
             bags: ids by key. Keys without a bag have no ids.
             by_sample: tensors with a row for each sample, by path.
-            known: whether KJTs shall be `RequestKjt`s, which know whether their ids are unchanged.
+            as_request_kjts: whether KJTs are `RequestKjt`s, which can tell whether their ids are unchanged.
         """
         leaves: dict[str, Any] = {path: tensor for path, tensor in by_sample.items() if path in self.by_sample}
         for path, kjt in self.keyed.items():
             bags_of_kjt = {key: with_dtypes_of(kjt, bags.get(key), samples) for key in keys_of(kjt)}
-            leaves[path] = RequestKjt(bags_of_kjt) if known else kjt_of_bags(bags_of_kjt)
+            leaves[path] = RequestKjt(bags_of_kjt) if as_request_kjts else kjt_of_bags(bags_of_kjt)
         for path, key in self.jagged.items():
             bag = with_dtypes_of(self.call.leaves[path], bags.get(key), samples)
             leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
@@ -124,17 +126,17 @@ class Signature:
         return self.call.with_leaves(leaves)
 
     def _add_part(self, part: KjtParts, bags: Sequence[Bag], leaves: dict[str, Any]) -> None:
-        """Add the tensors that the forward makes a KJT of."""
+        """Add the tensors from which the forward makes a KJT."""
         example = self.call.leaves
         leaves[part.values] = torch.cat([bag.ids for bag in bags]).to(example[part.values].dtype)
-        # If several keys have the lengths of one tensor, those of the first key count.
+        # If several keys share a tensor of lengths, it has the lengths of the first key.
         if part.lengths not in leaves:
             leaves[part.lengths] = part.lengths_like(example[part.lengths], [bag.lengths for bag in bags])
         if part.weights is not None:
             leaves[part.weights] = torch.cat([bag.weights for bag in bags if bag.weights is not None])
 
     def tensor_of(self, path: str, bags: Bags) -> Tensor:
-        """The tensor at `path`, made of the ids of the keys whose ids it has. Its other columns are 0."""
+        """The tensor at `path`, from the ids of its keys. Its other columns are 0."""
         example = self.by_sample[path]
         columns = {key: source.columns for key, source in self.id_columns.items() if source.path == path}
         blocks = [bags[key].ids.view(-1, len(numbers)) for key, numbers in columns.items()]

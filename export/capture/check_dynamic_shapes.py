@@ -1,4 +1,4 @@
-"""Whether a graph of torch.export holds for any number of samples and ids: it has one side of each branch."""
+"""Check that a graph of torch.export, which has one side of each branch, holds for any number of samples and ids."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput
 
 _VMAP_OPERATORS = ("add_batch_dim", "vmap_increment_nesting", "remove_batch_dim")
-_ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
+_ANY_IDS = "the same steps for any number of ids, since requests are merged"
 
 
 def expect_any_number(
@@ -25,9 +25,9 @@ def expect_any_number(
     log: BranchLog,
     trace_flipped: Callable[[Collection[int]], fx.GraphModule | None],
 ) -> None:
-    """Refuse a forward that does something else for other numbers of samples or ids.
+    """Refuse a forward that behaves differently for other numbers of samples or ids.
 
-    A branch whose other side has the same graph, such as a line of a log, changes no answer.
+    A branch whose two sides have the same graph, such as a log line, changes no answer.
 
     Args:
         model: for messages.
@@ -56,9 +56,9 @@ def expect_any_number(
     of_one = branches_on_one_sample(samples, log.branches)
     if of_one and not is_same(of_one):
         raise ModelError(
-            f"{type(model).__name__}: what its forward does hangs on whether there is one "
-            f"sample{log.branches[of_one[0]].line}: expected the same steps for any number of samples: requests are "
-            "merged"
+            f"{type(model).__name__}: what its forward does depends on whether there is one "
+            f"sample{log.branches[of_one[0]].line}: expected the same steps for any number of samples, since "
+            "requests are merged"
         )
     for index in branches_on_ids(samples, log.branches, _multiples(nodes, dims, samples)):
         if not is_same([index]):
@@ -81,28 +81,28 @@ def _expect_any_size(model: nn.Module, nodes: Sequence[fx.Node], inputs: Sequenc
         if isinstance(name, JaggedInput) and not isinstance(size, torch.SymInt):
             lines = " and".join(dict.fromkeys(line for _, line in log.guards if line))
             raise ModelError(
-                f"{type(model).__name__}: its forward can be called with {size} ids of {name.name!r} alone"
-                f"{lines and ': see' + lines}: take sizes of tensors as they are (x.size(0), "
-                "x.shape), not a number of the example, nor lists as long as a batch"
+                f"{type(model).__name__}: its forward works for {size} ids of {name.name!r} only"
+                f"{lines and ': see' + lines}: use sizes of tensors (x.size(0), x.shape), not numbers of the example "
+                "or lists as long as a batch"
             )
 
 
 def _expect_operators(model: nn.Module, module: fx.GraphModule, samples: set[Any]) -> None:
-    """Refuse steps that do something else for other numbers of ids. `samples`: the symbols of the batch size."""
+    """Refuse nodes that behave differently for other numbers of ids. `samples`: the symbols of the batch size."""
     for node in module.graph.nodes:
         if str(getattr(node.target, "__name__", node.target)).lstrip("_") in _VMAP_OPERATORS:
             raise ModelError(
                 f"{type(model).__name__}: its forward maps a function by torch.vmap{line_of(node)}, which is no "
-                "operator of a graph: call the function on whole tensors: torch.matmul and torch.einsum take the "
-                "dimension of samples as it is"
+                "operator of a graph: call the function on whole tensors: torch.matmul and torch.einsum accept the "
+                "dimension of samples"
             )
         if str(node.target).startswith("aten.squeeze.") and _squeezes_ids(node, samples):
-            raise _differs_by_ids(model, f"{line_of(node)}: of one id, squeeze() leaves out its dimension")
+            raise _differs_by_ids(model, f"{line_of(node)}: for one id, squeeze() removes its dimension")
 
 
 def _differs_by_ids(model: nn.Module, line: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: expected {_ANY_IDS}"
+        f"{type(model).__name__}: what its forward does depends on the number of ids{line}: expected {_ANY_IDS}"
     )
 
 
@@ -114,7 +114,7 @@ def _multiples(nodes: Sequence[fx.Node], dims: Sequence[Mapping[int, Any]], samp
 
 
 def _squeezes_ids(node: fx.Node, samples: set[Any]) -> bool:
-    """Whether a step leaves out a dimension if there is one id."""
+    """Whether a node removes a dimension if there is one id."""
     tensor: Any = node.all_input_nodes[0].meta["val"]
     dims = node.args[1] if len(node.args) > 1 else range(tensor.dim())
     squeezed = dims if isinstance(dims, Sequence) else [dims]

@@ -9,7 +9,7 @@ import builtins
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.overrides import TorchFunctionMode
-from torchrec import KeyedJaggedTensor
 
 from export.capture.branch_log import BranchLog, record_branches
 from export.capture.model_files import files_of_model, patched
@@ -43,7 +42,6 @@ def traceable(model: nn.Module, checks: Checks, flipped: Collection[int] = ()) -
             _not_compiling(model),
             _plain_attention(),
             _data_detached(),
-            _unsynced_kjts(),
             _symbolic_len_and_int(model),
             _TraceableFunctions(log, PassedChecks(checks)),
             record_branches(log, flipped),
@@ -97,11 +95,6 @@ def _plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
-
-
-def _unsynced_kjts() -> AbstractContextManager[None]:
-    """In the block, `sync` of a KJT does not count its ids by key: torch.export does not know how many there are."""
-    return patched(KeyedJaggedTensor, sync=lambda kjt: kjt)
 
 
 @contextmanager
@@ -171,12 +164,12 @@ _EXPORT_MODULES = ("torch._subclasses", "torch.fx", "torch._dynamo", "torch._exp
 
 
 class _TraceableFunctions(TorchFunctionMode):
-    """In the block, some functions of torch take symbolic sizes that they do not take otherwise.
+    """In the block, some functions of torch accept symbolic sizes.
 
     Args:
-        log: gets the lines of steps that torch.export cannot trace, whose errors the model's code may catch; of steps
-            that take samples, or ids, one by one; and of steps that pack sequences.
-        checks: those of the model's code pass.
+        log: gets the lines of steps that torch.export cannot trace, whose errors the model's code may catch; of loops
+            over samples or ids; and of steps that pack sequences.
+        checks: of the model's code, which pass.
     """
 
     def __init__(self, log: BranchLog, checks: PassedChecks) -> None:
@@ -241,7 +234,7 @@ def _batch_norm(
 ) -> Tensor | None:
     """`functional.batch_norm` in eval mode for a shape that depends on numbers, such as that of the longest sequence.
 
-    torch's own asks whether the input is empty, which torch.export cannot decide there. None for any other input.
+    torch's own function asks whether the input is empty, which torch.export cannot decide. None for any other input.
     """
     if training or mean is None or var is None or not free_unbacked_symbols(x.shape):
         return None

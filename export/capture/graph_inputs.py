@@ -46,7 +46,7 @@ class DenseInputs:
         rows: of each feature that is not pooled, floats [n, dim].
         keys: the key of each of these features, and of each dense input with a row for each id.
         fixed: the keys with one number of ids in every sample, and that number.
-        first: of keys that have equally many ids in each sample as another key, that key.
+        first: for a key that must have as many ids in each sample as another key, that key.
     """
 
     embeddings: Tensor
@@ -63,7 +63,7 @@ class DenseInputs:
         return len(self.embeddings)
 
     def key_of(self, name: str) -> str:
-        """Of a key, a feature or numbers of ids: the first key that has equally many ids in each sample."""
+        """The key of a feature or dense input, or the first of the keys that have equally many ids in each sample."""
         key = self.keys.get(name, name)
         return self.first.get(key, key)
 
@@ -110,32 +110,32 @@ class DenseInputs:
         """With copies of the dense inputs, which a model may write to."""
         return replace(self, dense=tuple(tensor.clone() for tensor in self.dense))
 
-    def with_floats(self, change: Callable[..., Tensor], *others: "DenseInputs") -> "DenseInputs":
+    def with_floats(self, change: Callable[..., Tensor], *more: "DenseInputs") -> "DenseInputs":
         """With other floats as embeddings, dense inputs, numbers of ids, and rows.
 
         Args:
-            change: takes the sample of each of m rows, int64 [m], their floats [m, …], and those of each of `others`.
-            others: inputs for the same ids.
+            change: takes the sample of each of m rows, int64 [m], their floats [m, …], and those of each of `more`.
+            more: inputs for the same ids.
         """
         samples = torch.arange(self.samples)
         sample_of_id = {key: samples.repeat_interleave(bag.lengths.long()) for key, bag in self.bags.items()}
         rows = {
-            name: change(sample_of_id[self.keys[name]], tensor, *(other.rows[name] for other in others))
+            name: change(sample_of_id[self.keys[name]], tensor, *(inputs.rows[name] for inputs in more))
             for name, tensor in self.rows.items()
         }
         bags = {
             name: replace(
                 self.bags[name],
-                ids=change(sample_of_id[name], *(inputs.bags[name].ids for inputs in (self, *others))),
+                ids=change(sample_of_id[name], *(inputs.bags[name].ids for inputs in (self, *more))),
             )
             for name in self.numbers
             if self.bags[name].ids.is_floating_point()
         }
         dense = [
             change(samples, *tensors) if tensors[0].is_floating_point() else tensors[0]
-            for tensors in zip(self.dense, *(other.dense for other in others), strict=True)
+            for tensors in zip(self.dense, *(inputs.dense for inputs in more), strict=True)
         ]
-        embeddings = change(samples, self.embeddings, *(other.embeddings for other in others))
+        embeddings = change(samples, self.embeddings, *(inputs.embeddings for inputs in more))
         return replace(self, embeddings=embeddings, dense=tuple(dense), rows=rows, bags={**self.bags, **bags})
 
     def with_integers(self, change: Callable[[Tensor], Tensor]) -> "DenseInputs":

@@ -1,9 +1,8 @@
-"""Whether the ids that a forward gives to a collection are those of the example, in another order and unchanged.
+"""Find the source of the ids in a KJT that a forward makes itself: they must be ids of the example, in any order.
 
-A forward may make a KJT itself, of tensors of the example. The graph shows the operators that make it: operators that
-move numbers pass, all others are refused, and so are writes to these tensors. That part of the graph is then run on
-numbers that all differ and that are larger than any size. They show where each id comes from, whatever the ids are.
-The same is done for lengths and weights.
+The graph shows the operators that make the KJT. Operators that only move numbers are allowed; others, and writes to
+these tensors, are refused. Then this part of the graph is run on marks: numbers that all differ and are larger than
+any size. The marks show the source of each id, whatever the ids are. Lengths and weights are located in the same way.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ from export.errors import ModelError, last_line
 from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
-# Batch sizes that the part that moves ids is run for.
+# The batch sizes for which the part of the graph that moves ids is run.
 _BATCH_SIZES = (2, 3, 5, 7)
-# No number that a forward makes of sizes is as large.
+# Larger than any number that a forward computes from sizes.
 _FIRST_MARK = 1_000_003
 # The ids, lengths and weights of a key.
 _KeyTensors = tuple[Tensor, Tensor, Tensor | None]
@@ -38,17 +37,17 @@ def locate_ids(
     inputs: Mapping[Input, Tensor],
     collections: Collections,
 ) -> Signature:
-    """The signature, with the columns that have the ids of keys of which the forward makes KJTs.
+    """The signature, with the tensor columns that are the ids of each key of a KJT that the forward makes.
 
     Args:
-        model: that was traced, for messages.
-        signature: by which it was traced.
+        model: the traced model, for messages.
+        signature: of the model.
         traced: its graph.
         inputs: an example of the inputs of the graph.
         collections: of the model.
 
     Raises:
-        ModelError: naming the line that changes ids, or joins those of several samples.
+        ModelError: naming the line that changes ids, or joins ids of several samples.
     """
     sources: dict[str, IdColumns] = dict(signature.id_columns)
     key_of_feature = keys_of_features(collections)
@@ -65,19 +64,19 @@ def locate_ids(
                     raise ModelError(
                         f"{type(model).__name__}: gives a collection ids of key {key!r} that are not those of one "
                         "sample of the example for each of its samples, or have other lengths or weights"
-                        f"{kjt.line}: give it a KeyedJaggedTensor, or a tensor [B, n]"
+                        f"{kjt.line}: pass the model a KeyedJaggedTensor, or a tensor [B, n]"
                     )
     columns = [(source.path, column) for source in sources.values() for column in source.columns]
     if len({*columns}) < len(columns):
         raise ModelError(
             f"{type(model).__name__}: several keys have the ids of one tensor{traced.made_kjts[-1].line}: expected "
-            "one key for each"
+            "a tensor for each key"
         )
     return replace(signature, id_columns={key: source for key, source in sources.items() if source.path})
 
 
 def _made_kjts(traced: TracedModel) -> Iterator[tuple[ForwardKjt, list[fx.Node]]]:
-    """Each KJT that the forward makes, with its values, lengths, and weights if it has some that count."""
+    """Each KJT that the forward makes, with its values, its lengths, and the weights that its collection uses."""
     answers = iter(answers_of(traced.module.graph)[len(traced.outputs) :])
     for kjt in traced.made_kjts:
         yield kjt, [next(answers) for _ in range(3 if kjt.is_weighted else 2)]
@@ -90,12 +89,12 @@ def _expect_moved(
     parts: Sequence[fx.Node],
     lengths_nodes: Sequence[fx.Node],
 ) -> None:
-    """Refuse a KJT that is made by an operator that may change ids, lengths or weights.
+    """Refuse a KJT whose ids, lengths or weights an operator may change.
 
     Args:
         model: for messages.
         module: the graph.
-        kjt: that the forward makes.
+        kjt: the KJT that the forward makes.
         parts: its values, lengths and weights.
         lengths_nodes: the inputs of the graph that are lengths.
     """
@@ -109,21 +108,21 @@ def _expect_moved(
     if changing is not None:
         raise ModelError(
             f"{type(model).__name__}: makes the ids of the keys {keys} by {changing.target}"
-            f"{line_of(changing) or kjt.line}: expected ids as a request brings them, in another order alone: do it "
-            "before the model, and give what comes of it as its argument"
+            f"{line_of(changing) or kjt.line}: expected the ids of a request, in any order but unchanged: compute "
+            "the new ids before the model, and pass them as an argument"
         )
     if (changing := find_uneven_node([lengths, *weights])) is not None:
         raise ModelError(
             f"{type(model).__name__}: makes the lengths of the keys {keys} by {changing.target}"
-            f"{line_of(changing) or kjt.line}: expected lengths that a request brings, or as many ids in each "
-            "sample: take torch.full((size,), number)"
+            f"{line_of(changing) or kjt.line}: expected the lengths of a request, or one number of ids for all "
+            "samples: use torch.full((size,), number)"
         )
 
 
 def with_shared_lengths(
     signature: Signature, traced: TracedModel, inputs: Mapping[Input, Tensor], collections: Collections
 ) -> Signature:
-    """The signature, with the keys that the forward gives the lengths of another key. Arguments as `locate_ids`."""
+    """The signature, with the keys to which the forward gives lengths of another key. Arguments as `locate_ids`."""
     first = dict(signature.first)
     key_of_feature = keys_of_features(collections)
     for kjt, (_, lengths_node, *_weights) in _made_kjts(traced):
@@ -142,7 +141,7 @@ def with_shared_lengths(
 
 
 def _keys_with_lengths(kjt: ForwardKjt, moving: nn.Module, marked: Mapping[Input, Tensor]) -> dict[str, set[str]]:
-    """Of each key of a KJT, the keys of the request that have the lengths which the forward gives it."""
+    """For each key of a KJT, the keys of the request whose lengths the forward gives it."""
     (lengths,) = moving(*marked.values())
     lengths_by_key = dict(zip(kjt.keys, lengths.long().reshape(len(kjt.keys), -1), strict=True))
     of_request = {
@@ -167,13 +166,13 @@ def _run(model: nn.Module, moving: nn.Module, kjt: ForwardKjt, marked: Mapping[I
     except Exception as error:  # the operators expect another number of ids
         raise ModelError(
             f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, kjt.keys))}{kjt.line} in a "
-            f"way that cannot be done for any number of samples and ids: {last_line(error)}"
+            f"way that fails for other numbers of samples or ids: {last_line(error)}"
         ) from error
     return list(zip(ids_by_key, lengths_by_key, weights_by_key, strict=True))
 
 
 def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
-    """The part of a graph that makes some answers."""
+    """The part of a graph that computes some answers."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = {*answers}
     for node in reversed(module.graph.nodes):
@@ -189,10 +188,10 @@ def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Modul
 def _marked(
     inputs: Mapping[Input, Tensor], samples: int, key_of_feature: Mapping[str, str], signature: Signature
 ) -> dict[Input, Tensor]:
-    """Inputs whose ids and weights all differ, and whose keys all have other lengths.
+    """Inputs whose ids and weights are marks, all different, and whose keys have different lengths.
 
     Args:
-        inputs: an example of each.
+        inputs: an example of each input.
         samples: B.
         key_of_feature: the key of each feature.
         signature: has the keys of fixed length.
@@ -224,7 +223,7 @@ def _marked(
         marks = torch.randperm(shape.numel(), generator=generator) + next_mark
         next_mark += shape.numel()
         if is_integer and next_mark > torch.iinfo(example.dtype).max:
-            marks %= torch.iinfo(example.dtype).max  # some are equal, but not for each batch size
+            marks %= torch.iinfo(example.dtype).max  # some marks become equal, but not for every batch size
         marked[name] = marks.to(example.dtype).view(shape)
     return marked
 
@@ -232,7 +231,7 @@ def _marked(
 def _source_of(
     key: str, tensors: _KeyTensors, marked: Mapping[Input, Tensor], signature: Signature
 ) -> IdColumns | None:
-    """The columns of a tensor that have the ids of a key; without a path if the key of the request has them."""
+    """The columns with the ids of a key, without a path if the request has the key itself; None if not found."""
     ids, lengths, weights = tensors
     name = numbers_of(key) if key in signature.numbers else ids_of(key)
     if name in marked:
@@ -260,6 +259,6 @@ def _source_of(
 
 
 def _column_of(rows: Tensor, numbers: Tensor) -> int | None:
-    """The column of a matrix that has some numbers, or None."""
+    """The column of a matrix that equals some numbers, or None."""
     columns = (rows == numbers[:, None]).all(0).nonzero().flatten().tolist()
     return int(columns[0]) if columns else None

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from export.errors import ModelError
 from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
-# Arguments that are the same for all tensors on a CPU.
+# Arguments that have one value for all tensors on a CPU.
 _DEVICE_ARGUMENTS = ("device", "layout", "pin_memory")
 _NUMBERS: Mapping[Any, Any] = {
     torch.sym_max: max,
@@ -28,7 +28,7 @@ _NUMBERS: Mapping[Any, Any] = {
     torch.sym_not: operator.not_,
 }
 _CONSTANT = "_tensor_constant"
-# Jagged inputs that a model may write to: they are copies of its own.
+# Jagged inputs that a model may write to, because they are copies.
 _WRITABLE = (JaggedKind.ROWS, JaggedKind.NUMBERS)
 
 
@@ -38,19 +38,18 @@ def lower_to_torchscript(
     """Turn the graph of a model into one that TorchScript compiles.
 
     Args:
-        model: that was traced.
+        model: the traced model.
         traced: its graph.
-        signature: what its inputs are.
+        signature: of the model.
         collections: of the model.
 
     Returns:
-        The graph. It takes the inputs that come next, `embeddings` first, and returns a tuple of tensors.
-        The inputs that it uses.
-        Its outputs by name: without outputs that are an input of the request, or have a row neither for each sample
-            nor for each id of a key.
+        The graph, which takes the inputs below, `embeddings` first, and returns a tuple of tensors; the inputs that
+        it uses; and its outputs by name, except for inputs of the request, and outputs with a row neither for each
+        sample nor for each id of a key.
 
     Raises:
-        ModelError: it changes ids or tables in place, uses ids that no collection looks up, or has no answer.
+        ModelError: the model changes ids or tables in place, uses ids that no collection looks up, or has no answer.
     """
     graph = traced.module.graph
     answers = dict(zip(traced.outputs, answers_of(graph), strict=False))
@@ -84,8 +83,9 @@ class _Converter:
         self._copies: dict[Any, Any] = {}
         self._samples = next(iter(inputs)).meta["val"].shape[0].node.expr
         self._tables = {id(parameter) for collection in collections for parameter in collection.parameters()}
-        states = (*model.named_parameters(), *_persistent_buffers(model))
-        self._state_names = {id(tensor): name for name, tensor in states}
+        persistent = model.state_dict(keep_vars=True)
+        self._state_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._state_names |= {id(buffer): name for name, buffer in model.named_buffers() if name in persistent}
         self._paths_of_ids = {source.path for source in signature.id_columns.values()}
 
     def convert(self, outputs: Sequence[tuple[fx.Node, int]]) -> tuple[fx.GraphModule, tuple[Input, ...]]:
@@ -95,8 +95,9 @@ class _Converter:
         used = self._add_inputs(needed)
         for node in self._module.graph.nodes:
             if node in needed and node.op in ("get_attr", "call_function"):
-                self._copies[node] = self._convert_node(node)
-                self._keep_line(node)
+                self._copies[node] = copy = self._convert_node(node)
+                if isinstance(copy, fx.Node):
+                    copy.meta["stack_trace"] = node.meta.get("stack_trace")  # for messages with lines
         copies = [(self._copies[node], dim) for node, dim in outputs]
         self._graph.output(tuple(self._method("movedim", copy, dim, 0) if dim else copy for copy, dim in copies))
         for node in list(self._graph.nodes):
@@ -108,7 +109,7 @@ class _Converter:
         return fx.GraphModule(self._root, self._graph, type(self._model).__name__), used
 
     def _needed(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
-        """The nodes that outputs are made of, and those that change a tensor in place."""
+        """The nodes from which outputs are computed, and those that change a tensor in place."""
         needed = {*outputs}
         for node in reversed(self._module.graph.nodes):
             if is_writing(node):
@@ -116,7 +117,7 @@ class _Converter:
             if node in needed and is_random(node):
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward draws random numbers in eval mode, by "
-                    f"{node.target}{line_of(node)}: no two of its answers are the same: have it draw none"
+                    f"{node.target}{line_of(node)}, so its answers differ from call to call: draw none in eval mode"
                 )
             if node in needed or is_writing(node):
                 needed.add(node)
@@ -140,29 +141,29 @@ class _Converter:
             if id(table) in self._tables:
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward writes to {self._state_names.get(id(table))!r}"
-                    f"{line_of(node)}, which lookups would not see: do it before the export"
+                    f"{line_of(node)}, which lookups would not see: change the table before the export"
                 )
             name = self._inputs.get(root)
             if name in self._paths_of_ids or (isinstance(name, JaggedInput) and name.kind not in _WRITABLE):
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward changes ids in place by {node.target}{line_of(node)}"
-                    ": lookups would not see it: do it before the model"
+                    ", which lookups would not see: change them before the model"
                 )
 
     def _expect_numbers(self, needed: set[fx.Node]) -> None:
-        """Refuse to use the lengths of numbers whose values are not used: no request would bring them."""
+        """Refuse a model that uses the lengths of numbers, but not the numbers: no request brings such lengths."""
         used = {self._inputs.get(node) for node in needed}
         for name, counted in self._counts.items():
             if counted in needed and numbers_of(name) not in used:
                 raise ModelError(
                     f"{type(self._model).__name__}: uses how many numbers {name!r} has in each sample, and none of "
-                    "these: no request would say it: give it as a tensor [B]"
+                    "these numbers, which no request would bring: pass the counts as a tensor [B]"
                 )
 
     def _add_inputs(self, needed: set[fx.Node]) -> tuple[Input, ...]:
         """Add the inputs of the graph, and list them.
 
-        A tensor of the example that has ids of keys is made of these ids, which become inputs in its place.
+        A tensor of the example with ids of keys is replaced by inputs with these ids, from which it is computed.
         """
         used: list[Input] = []
         tensors_of_ids: dict[fx.Node, str] = {}
@@ -182,8 +183,8 @@ class _Converter:
         return tuple(used)
 
     def _placeholder(self, name: Input, node: fx.Node | None) -> fx.Node:
-        placeholders = [other for other in self._graph.nodes if other.op == "placeholder"]
-        # The names of inputs are part of the program, and say nothing else.
+        placeholders = [placeholder for placeholder in self._graph.nodes if placeholder.op == "placeholder"]
+        # These names are part of the program. Only their order matters.
         placeholder = self._graph.placeholder(
             EMBEDDINGS if name == EMBEDDINGS else f"given_{len(placeholders)}", Tensor
         )
@@ -194,17 +195,17 @@ class _Converter:
         return self._operator(torch.ops.aten.to, placeholder, node.meta["val"].dtype)
 
     def _expect_only_ids(self, node: fx.Node, path: str) -> None:
-        """Refuse a tensor of the example that has other columns than ids of keys."""
+        """Refuse a tensor of the example with columns that are not ids of keys."""
         width = math.prod(node.meta["val"].shape[1:])
         sources = [source for source in self._signature.id_columns.values() if source.path == path]
         if {column for source in sources for column in source.columns} != set(range(width)):
             raise ModelError(
                 f"{type(self._model).__name__}: uses numbers of {path!r} that no collection looks up"
-                f"{line_of(next(iter(node.users)))}: give them as a tensor of their own"
+                f"{line_of(next(iter(node.users)))}: pass them as a separate tensor"
             )
 
     def _tensor_of_ids(self, path: str, node: fx.Node) -> fx.Node:
-        """The tensor of the example at `path`, made of the ids of the keys whose ids it has."""
+        """The tensor of the example at `path`, computed from the ids of its keys."""
         columns = {key: source.columns for key, source in self._signature.id_columns.items() if source.path == path}
         blocks = [self._method("view", self._copies[ids_of(key)], -1, len(group)) for key, group in columns.items()]
         joined = blocks[0] if len(blocks) == 1 else self._operator(torch.ops.aten.cat, blocks, 1)
@@ -220,8 +221,8 @@ class _Converter:
         """A tensor of the model, or a constant."""
         name = self._state_names.get(id(tensor))
         if name is None:
-            known = (known_name for known_name, value in self._root.items() if value is tensor)
-            name = next(known, f"{_CONSTANT}{len(self._root)}")
+            constants = (constant for constant, value in self._root.items() if value is tensor)
+            name = next(constants, f"{_CONSTANT}{len(self._root)}")
         self._root[name] = tensor
         return self._graph.get_attr(name)
 
@@ -247,7 +248,7 @@ class _Converter:
         )
 
     def _constants(self, value: Any) -> Any:
-        """`value` with calls in place of constants that TorchScript has no literal for."""
+        """`value` with calls instead of constants for which TorchScript has no literal."""
         if isinstance(value, float) and not math.isfinite(value):
             return self._graph.call_function(float, (str(value),))
         if isinstance(value, list | tuple):
@@ -255,7 +256,7 @@ class _Converter:
         return {key: self._constants(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def _layer(self, node: fx.Node) -> str | None:
-        """The path of the nn.Linear of the model that a node is, or None."""
+        """The path of the nn.Linear of the model that a node computes, or None."""
         weight, bias = (self._tensor(argument) for argument in (*node.args[1:], None, None)[:2])
         path, _, leaf = self._state_names.get(id(weight), "").rpartition(".")
         layer = self._model.get_submodule(path) if leaf == "weight" and path else None
@@ -275,24 +276,9 @@ class _Converter:
     def _method(self, name: str, *args: Any) -> fx.Node:
         return self._graph.call_method(name, args)
 
-    def _keep_line(self, node: fx.Node) -> None:
-        copied = self._copies[node]
-        if isinstance(copied, fx.Node):
-            copied.meta["stack_trace"] = node.meta.get("stack_trace")
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that are in the model's state dict."""
-    state = model.state_dict(keep_vars=True)
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in state)
-
-
-def _size(to: _Converter, _: fx.Node, args: Any) -> Any:
-    return to._method("size", *args)
-
 
 def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
-    """Leave out the dimensions that are 1 for any number of samples. The samples themselves are never one of them."""
+    """Remove the dimensions that are 1 for any number of samples, which the dimension of samples is not."""
     shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     squeezed = [dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1]
     return to._operator(torch.ops.aten.squeeze, args[0], squeezed) if squeezed else args[0]
@@ -300,19 +286,19 @@ def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
 
 def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
     cast = to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
-    # An explicit copy stays one: later writes to it must not reach its source.
+    # A copy that the model asks for stays a copy: later writes to it must not change its source.
     return to._method("clone", cast) if is_copy(node) else cast
 
 
 def _bits(to: _Converter, node: fx.Node, args: Any) -> Any:
-    """`x.view(dtype)`, which TorchScript has as a copy alone."""
+    """`x.view(dtype)`, which TorchScript has only as a copy."""
     if any(node in written_nodes(other) for other in node.graph.nodes if is_writing(other)):
         raise ModelError(f"{type(to._model).__name__}: its forward writes to a view of another dtype{line_of(node)}")
     return to._operator(torch.ops.aten.view_copy, *args)
 
 
 _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
-    "aten.sym_size.int": _size,
+    "aten.sym_size.int": lambda to, _, args: to._method("size", *args),
     "aten.sym_numel.default": lambda to, _, args: to._method("numel", *args),
     "aten.item.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
     "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),

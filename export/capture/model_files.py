@@ -1,4 +1,4 @@
-"""The files that a model's code is in, and replacing what is in them for a while."""
+"""The files of a model's code, and temporary replacements of functions and methods."""
 
 import sys
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def patched(owner: Any, **replacements: Any) -> Iterator[None]:
 
 
 def files_of_model(model: nn.Module) -> list[ModuleType]:
-    """The Python modules of a model's classes, and those of the functions and classes that they name.
+    """The Python modules of a model's classes, and of the functions and classes that these modules name.
 
     Of installed packages, only the packages of the model's own classes count. A module that `sys.modules` has under
     several names is listed once.

@@ -1,4 +1,4 @@
-"""The names of a model's outputs: the same whether or not the model is exported with an example of a call."""
+"""The names of a model's outputs, with and without an example."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,9 +29,9 @@ def named_outputs(
 
     Args:
         model: the model, for messages.
-        answer: what it answers, or what its graph answers.
+        answer: the answer of the model or of its graph.
         kind: the type of its tensors: Tensor, or the nodes of a graph.
-        advice: what to do if the answer has no tensor, for the message.
+        advice: for the message if the answer has no tensor.
 
     Raises:
         ModelError: the answer has no tensor, or two tensors have one name.
@@ -39,7 +39,7 @@ def named_outputs(
     pairs = [(served_name(name), output) for name, output in _leaves("", answer, kind)]
     outputs = dict(pairs)
     if duplicates := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ModelError(f"{type(model).__name__}: two of its answers are called {duplicates[0]!r}: rename one")
+        raise ModelError(f"{type(model).__name__}: two of its answers have the name {duplicates[0]!r}: rename one")
     tensors = {name: output for name, output in outputs.items() if output is not None}
     if not tensors:
         keyed = ", ".join(f"{name!r}, a KeyedJaggedTensor" for name in outputs)

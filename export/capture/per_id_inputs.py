@@ -1,8 +1,8 @@
-"""Which key the numbers of a JaggedTensor belong to that no collection looks up, read off a graph of the forward.
+"""Find the key of a JaggedTensor with numbers that no collection looks up, in a graph of the forward.
 
-A JaggedTensor brings lengths of its own. It has a number for each id of a key if the forward puts its numbers beside
-the rows of that key: side by side as they are, so that there have to be equally many; found by the same lengths; or
-position by position after both were padded. Equal lengths in the example may be a coincidence, and do not count.
+The JaggedTensor has a number for each id of a key if the forward combines its numbers with the rows of that key: as
+they are, so that both must be equally many; by the same lengths; or by position after padding. Equal lengths in the
+example do not count, because they may be a coincidence.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from export.capture.row_counts import Input, is_lengths, symbolic_dims
 from export.capture.tensor_provenance import KjtParts
 from serving.bundle.scores import JaggedInput
 
-# Of a node, by dimension: the names whose ids its positions are.
+# By dimension of a node: the names for whose ids it has positions.
 _Positions = Mapping[int, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class KeysOfInputs:
-    """Which keys numbers belong to.
+    """The keys of inputs with a number for each id.
 
     Attributes:
-        keys: by name, the key of which they have a number for each id.
-        undecided: by name, why the key is not known.
+        keys: by name of an input, its key.
+        undecided: by name of an input, why its key is unknown.
     """
 
     keys: Mapping[str, str]
@@ -43,14 +43,14 @@ def find_keys_of_inputs(
     parts: Sequence[KjtParts],
     bags: Bags,
 ) -> KeysOfInputs:
-    """Read off a graph which keys numbers belong to.
+    """Find the key of each input with a number for each id of a key.
 
     Args:
-        graph: of a forward. It takes lengths of each key, and of all numbers.
+        graph: of a forward, which takes the lengths of each key and of all numbers.
         inputs: of the graph. The first has a row for each sample.
-        key_of: of each input with rows for ids, the key or the numbers.
+        key_of: the key or name of each input with rows for ids.
         numbers: the names that no collection looks up.
-        parts: the tensors of the example that the forward makes KJTs and JaggedTensors of.
+        parts: the tensors of the example from which the forward makes KJTs and JaggedTensors.
         bags: of the example.
     """
     groups = _Groups(numbers)
@@ -60,7 +60,7 @@ def find_keys_of_inputs(
             groups.join(name_of_lengths.setdefault((part.lengths, index), name), name)
     name_of_size = _join_by_size(groups, inputs, key_of)
     _join_by_lengths(groups, graph, inputs, name_of_size)
-    _PaddedPositions(groups, name_of_size, next(iter(inputs)).meta["val"].shape[0]).read(graph)
+    _PaddedPositions(groups, name_of_size, next(iter(inputs)).meta["val"].shape[0]).visit(graph)
     keys, undecided = dict[str, str](), dict[str, str]()
     for name in numbers:
         candidates = groups.keys_of(name)
@@ -69,12 +69,12 @@ def find_keys_of_inputs(
             keys[name] = fitting[0]
         elif candidates:
             undecided[name] = (
-                f"it is put beside rows of {candidates[0]!r}, and the example has more or fewer of these"
+                f"it is combined with rows of {candidates[0]!r}, and the example has more or fewer of these"
             )
         elif several := groups.keys_met(name):
-            undecided[name] = f"it is put beside rows of {' and of '.join(map(repr, several))}"
+            undecided[name] = f"it is combined with rows of {' and of '.join(map(repr, several))}"
         else:
-            undecided[name] = "it is put beside rows of no key"
+            undecided[name] = "it is combined with rows of no key"
     return KeysOfInputs(keys, undecided)
 
 
@@ -100,7 +100,7 @@ class _Groups:
         return [member for member in self.group_of(name) if member not in self.numbers]
 
     def meet(self, names: Collection[str], other_names: Collection[str]) -> None:
-        """Record that positions of `names` meet those of `other_names`, unless `names` already belong to a key."""
+        """Record that positions of `names` are combined with those of `other_names`, unless `names` have a key."""
         if any(self._keys_in_group(name) for name in names):
             return
         keyed = [name for name in other_names if self._keys_in_group(name)]
@@ -110,13 +110,13 @@ class _Groups:
                 self.join(name, min(other_names))
 
     def keys_met(self, name: str) -> list[str]:
-        """The keys, one of each group, whose positions the numbers of a name meet."""
+        """The keys, one of each group, with whose positions the numbers of a name are combined."""
         return sorted(
             {self._keys_in_group(key)[0] for member in self.group_of(name) for key in self._met.get(member, ())}
         )
 
     def keys_of(self, name: str) -> list[str]:
-        """The keys that numbers belong to; none if that is not known."""
+        """The keys of numbers, or none if they are unknown."""
         if keys := self._keys_in_group(name):
             return keys
         met = self.keys_met(name)
@@ -126,7 +126,7 @@ class _Groups:
 def _join_by_size(
     groups: _Groups, inputs: Mapping[fx.Node, Input], key_of: Mapping[JaggedInput, str]
 ) -> dict[Any, str]:
-    """Join inputs that must have equally many rows, or the forward fails. Returns a name for each number of rows."""
+    """Join inputs without equally many rows of which the forward fails. Returns a name for each number of rows."""
     name_of_size: dict[Any, str] = {}
     for node, name in inputs.items():
         if isinstance(name, JaggedInput) and not is_lengths(name):
@@ -139,8 +139,8 @@ def _join_by_size(
 def _join_by_lengths(
     groups: _Groups, graph: fx.Graph, inputs: Mapping[fx.Node, Input], name_of_size: Mapping[Any, str]
 ) -> None:
-    """Join rows with the lengths by which a node finds them, or repeats others as often."""
-    lengths_in: dict[fx.Node, frozenset[str]] = {}  # the names whose lengths a node is made of
+    """Join rows with the lengths by which a node finds or repeats them."""
+    lengths_in: dict[fx.Node, frozenset[str]] = {}  # the names from whose lengths a node is computed
     for node in graph.nodes:
         name = inputs.get(node)
         if isinstance(name, JaggedInput):
@@ -194,13 +194,13 @@ _PRODUCTS = ("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
 
 
 class _PaddedPositions:
-    """Reads off a graph whose ids the positions of padded tensors are, and records where those of two names meet.
+    """Finds for whose ids padded tensors have positions, and records where positions of two names are combined.
 
-    An operator that is not known here drops the positions, which leaves the key undecided.
+    An operator without a rule here drops the positions, which leaves the key undecided.
 
     Args:
         groups: the names, which are joined or met.
-        name_of_size: the name whose rows tensors with a number of rows have.
+        name_of_size: the name for each number of rows.
         samples: the number of samples.
     """
 
@@ -208,7 +208,7 @@ class _PaddedPositions:
         self._groups, self._name_of_size, self._samples = groups, name_of_size, samples
         self._positions: dict[fx.Node, _Positions] = {}
 
-    def read(self, graph: fx.Graph) -> None:
+    def visit(self, graph: fx.Graph) -> None:
         """Visit all nodes, in order."""
         for node in graph.nodes:
             if node.op == "call_function" and _is_tensor(node):
@@ -243,7 +243,7 @@ class _PaddedPositions:
         }
 
     def _meet(self, sides: Sequence[frozenset[str]]) -> frozenset[str]:
-        """Record that positions meet; they are all of these names from here on."""
+        """Record that positions are combined. The result has positions of all these names."""
         for number, one in enumerate(sides):
             for other in sides[number + 1 :]:
                 self._groups.meet(one - other, other - one)
@@ -298,7 +298,7 @@ class _PaddedPositions:
 
 
 def _kept_dims(node: fx.Node, first: fx.Node, samples: Any) -> Iterator[tuple[int, int]]:
-    """The dimensions of a node whose positions are those of a dimension of its first argument: (its own, first's)."""
+    """The dimensions of a node that keep the positions of its first argument: (of the node, of the argument)."""
     name, old, new = str(node.target), first.meta["val"], node.meta["val"]
     args: Any = node.args
     dims = range(old.dim())
@@ -322,8 +322,8 @@ def _kept_dims(node: fx.Node, first: fx.Node, samples: Any) -> Iterator[tuple[in
         yield from ((dim + added, dim) for dim in dims)
     elif name in _REDUCING and len(args) > 1 and args[1] is not None and new.dim() > 0:
         reduced = _dims_in(args[1], old)
-        kept = [dim for dim in dims if dim not in reduced]
-        yield from ((dim, dim) for dim in kept) if new.dim() == old.dim() else enumerate(kept)
+        remaining = [dim for dim in dims if dim not in reduced]
+        yield from ((dim, dim) for dim in remaining) if new.dim() == old.dim() else enumerate(remaining)
     elif name == "aten.select.int":
         yield from enumerate(dim for dim in dims if dim != args[1] % old.dim())
     elif name == "aten.slice.Tensor":
@@ -339,10 +339,10 @@ def _dims_in(argument: Any, tensor: Tensor) -> set[int]:
 
 
 def _kept_by_view(old: Sequence[Any], new: Sequence[Any], samples: Any) -> Iterator[tuple[int, int]]:
-    """As `_kept_dims`, for a view: dimensions from both ends, as long as their sizes are equal.
+    """As `_kept_dims`, for a view: dimensions from both ends while their sizes are equal.
 
-    A view may also merge the samples and the positions into one dimension, or split it. Dimensions of size 1 do not
-    count.
+    A view may also merge the samples and the positions into one dimension, or split that dimension. Dimensions of
+    size 1 are skipped.
     """
     olds, news = ([dim for dim, size in enumerate(shape) if str(size) != "1"] for shape in (old, new))
     count = 0

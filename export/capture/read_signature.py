@@ -1,6 +1,6 @@
-"""Read what the arguments of a model are made of, off one call of it.
+"""Find out from one call of a model which of its arguments are ids of keys, and which are dense inputs.
 
-In that call the collections only record what they are called with, so no row of a table is needed.
+In that call the collections only record their arguments, so no row of a table is needed.
 """
 
 from collections import Counter
@@ -28,23 +28,21 @@ from export.trained.source_location import current_line, line_of_error
 
 
 def read_signature(model: nn.Module, collections: Collections, example: Example) -> Signature:
-    """Read what the arguments of a model are made of.
+    """Find the ids of keys and the dense inputs in the arguments of a model.
 
     Args:
         model: a copy, which is run.
-        collections: of the model. No row of them is read.
+        collections: of the model. Their rows are not read.
         example: the call.
 
     Raises:
-        ModelError: the call fails, or calls no collection; or a collection gets ids that are neither those of a KJT
-            of the example nor taken from one of its tensors.
+        ModelError: the call fails, or calls no collection; or the ids of a collection are neither in a KJT of the
+            example nor in one of its tensors.
     """
-    call = Call.of(model, example).with_leaves({})  # a copy: KJTs cache what is asked of them
+    call = Call.of(model, example).with_leaves({})  # a copy: KJTs cache their results
     kjts = {path: leaf for path, leaf in call.leaves.items() if isinstance(leaf, KeyedJaggedTensor)}
     if variable := [path for path, kjt in kjts.items() if kjt.variable_stride_per_key()]:
-        raise ModelError(
-            f"{variable[0]}: expected as many samples for each key, as requests have, got several numbers"
-        )
+        raise ModelError(f"{variable[0]}: expected one number of samples for all keys, as in requests, got several")
     run = _run_example(model, collections, call, kjts)
     made_kjts = [kjt for _, kjt in run.lookups if type(kjt) is not RequestKjt]
     parts = _parts_of(model, made_kjts, run.provenance, run.lines)
@@ -142,12 +140,12 @@ def _parts_of(
     provenance: TensorProvenance,
     lines: Mapping[int, str],
 ) -> list[KjtParts]:
-    """The tensors of the example that KJTs and JaggedTensors are made of."""
+    """The tensors of the example from which the forward makes KJTs and JaggedTensors."""
     for kjt in made_kjts:
-        if int(kjt.lengths().sum()) != len(kjt.values()):  # they were equal when it was looked up
+        if int(kjt.lengths().sum()) != len(kjt.values()):  # they were equal at the lookup
             raise ModelError(
                 f"{type(model).__name__}: its forward changes lengths in place that a collection got"
-                f"{lines[id(kjt)]}: lookups would not see it: do it before the model"
+                f"{lines[id(kjt)]}, which lookups would not see: change them before the model"
             )
     parts = [part for kjt in made_kjts for part in provenance.parts_of(kjt)]
     values = {part.values for part in parts}
@@ -161,7 +159,7 @@ def _expect_one_bag_per_sample(
         if columns.spans and kjt.stride() != samples:
             raise ModelError(
                 f"{type(model).__name__}: gives a collection {kjt.stride()} bags of each key for {samples} samples "
-                "of the example: expected one for each: pooled embeddings have a row for each sample"
+                "of the example: expected one bag for each sample, since pooled embeddings have a row for each"
             )
 
 
@@ -171,19 +169,19 @@ def _expect_lengths(model: nn.Module, provenance: TensorProvenance, paths: Colle
     Args:
         model: for messages.
         provenance: has the JaggedTensors whose lengths are no tensor of the example.
-        paths: the values for which that does not matter.
+        paths: of values that need no lengths in a request.
     """
     for path, line in provenance.unpaired.items():
         if path not in paths:
             raise ModelError(
                 f"{type(model).__name__}: makes a JaggedTensor of {path!r}{line}, and its lengths are no tensor of "
-                "the example: give it as a JaggedTensor, or its lengths as a tensor beside it"
+                "the example: put a JaggedTensor into the example, or the lengths as another tensor"
             )
 
 
 @contextmanager
 def _without_rows(collections: Collections) -> Iterator[None]:
-    """In the block, tables are one number, expanded: a forward that writes to a table must not reach its rows."""
+    """In the block, tables are an expanded zero, so that a forward that writes to a table changes no row."""
     parameters = [
         (part, name, parameter)
         for collection in collections
@@ -207,7 +205,7 @@ def _expect_keys_once(
     parts: Sequence[KjtParts],
     lookups: Sequence[tuple[Columns, KeyedJaggedTensor]],
 ) -> None:
-    """Refuse two KJTs that have ids of one key: a request brings each key once."""
+    """Refuse two KJTs with ids of one key, since a request brings each key once."""
     looked_up = {key for columns, _ in lookups for key in columns.keys}
     keys_by_path = [
         (path, keys_of(leaf)) for path, leaf in call.leaves.items() if isinstance(leaf, KeyedJaggedTensor)
@@ -219,17 +217,17 @@ def _expect_keys_once(
             if key in looked_up and key in path_of_key:
                 raise ModelError(
                     f"{type(model).__name__}: {path_of_key[key]!r} and {path!r} have ids of one key, {key!r}, and a "
-                    "request brings each key once: expected a feature of its own for each, such as "
-                    f"feature_names=[{key!r}, …] of one table"
+                    "request brings each key once: expected different keys, such as two features of one table: "
+                    f"feature_names=[{key!r}, …]"
                 )
             path_of_key[key] = path
 
 
 def _samples_of(call: Call, kjt: KeyedJaggedTensor, paths_of_parts: Collection[str]) -> int:
-    """The number of samples in an example: that of its KJTs.
+    """The number of samples in an example, as its KJTs have it.
 
-    A KJT that the forward makes may have a bag for each id instead. Then it is the largest first dimension of a
-    tensor of the example that divides its number of bags.
+    A KJT that the forward makes may have a bag for each id instead. Then the number of samples is the largest first
+    dimension of a tensor of the example that divides the number of bags.
     """
     kjt_of_example = next((leaf for leaf in call.leaves.values() if isinstance(leaf, KeyedJaggedTensor)), None)
     if kjt_of_example is not None or paths_of_parts:
@@ -243,7 +241,7 @@ def _samples_of(call: Call, kjt: KeyedJaggedTensor, paths_of_parts: Collection[s
 
 
 def _keys_of_jagged(call: Call, made_kjts: Sequence[KeyedJaggedTensor], keys: Collection[str]) -> dict[str, str]:
-    """The key that has the ids of each JaggedTensor of an example, by path; its path if no key has them."""
+    """The key of each JaggedTensor of an example, by path: the key with the same ids, or else its path."""
     bags = {key: bag for kjt in made_kjts for key, bag in bags_of(kjt).items()}
     key_of_path: dict[str, str] = {}
     for path, leaf in call.leaves.items():
@@ -254,15 +252,15 @@ def _keys_of_jagged(call: Call, made_kjts: Sequence[KeyedJaggedTensor], keys: Co
                 if key not in key_of_path.values() and have_same_ids(bag, bag_of(leaf))
             ]
             own_name = f"{path}.values" if path in keys else path
-            # Of several keys with these ids, the one that the path ends with.
+            # If several keys have these ids, the key that the path ends with.
             key_of_path[path] = min(matching, key=lambda key: not path.endswith(key), default=own_name)
     return key_of_path
 
 
 def _weights_of_keys(call: Call, made_kjts: Sequence[KeyedJaggedTensor], jagged: Mapping[str, str]) -> dict[str, str]:
-    """The JaggedTensors of an example that have the weights of a key, by path, with that key.
+    """The key whose weights a JaggedTensor of the example has, by path.
 
-    Whether they have them in every request is checked later, in the graph (export/capture/id_provenance.py).
+    `export.capture.id_provenance` checks in the graph that this holds for every request.
     """
     bags = {key: bag for kjt in made_kjts for key, bag in bags_of(kjt).items()}
     key_of_path: dict[str, str] = {}
@@ -287,7 +285,7 @@ def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str)
     if len(lengths) != 1:
         raise ModelError(
             f"{type(model).__name__}: makes the ids of key {key!r} itself{line}, {min(lengths)} to {max(lengths)} "
-            "for a sample of the example: expected as many for each sample, or in the example its KeyedJaggedTensor, "
-            "or values and lengths: apply masks to padded ids before the model"
+            "for a sample of the example: expected the same number for each sample, or a KeyedJaggedTensor, or "
+            "values and lengths, in the example: apply masks to padded ids before the model"
         )
     return int(lengths.pop())

@@ -1,10 +1,10 @@
-"""The numbers of rows of a graph's inputs and outputs: symbols that torch.export gave them.
+"""The numbers of rows of a graph's inputs and outputs, as symbols of torch.export.
 
-A tensor has a row for each sample, or for each id of a key. Two keys with one symbol have equally many ids in all; if
-the example has equally many in each sample too, requests must.
+A tensor has a row for each sample, or for each id of a key. Two keys with one symbol have equally many ids in total.
+If they also have equally many ids in each sample of the example, requests must have so too.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,25 @@ from serving.bundle.scores import JaggedInput, JaggedKind
 Input = str | JaggedInput
 
 
+def dims_of_keys(keys: Iterable[str | None], counts: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
+    """The dynamic first dimension of each input of a graph, for torch.export.
+
+    Args:
+        keys: the key for whose ids each input has rows; None if it has a row for each sample.
+        counts: the keys with one number of ids in every sample, whose inputs have that multiple of the samples.
+    """
+    samples: Any = torch.export.Dim("samples", min=2)
+    sizes = {key: count * samples for key, count in counts.items()}
+    return tuple({0: samples if key is None else sizes.get(key, torch.export.Dim.AUTO)} for key in keys)
+
+
 class RowCounts:
     """The number of ids of each key, as a graph has it.
 
     Args:
         graph: of a model.
         inputs: of the graph. The first has a row for each sample.
-        signature: what the arguments of the model are made of.
+        signature: of the model.
         key_of_feature: the key of each feature.
     """
 
@@ -50,7 +62,7 @@ class RowCounts:
     def fixed(self) -> dict[str, int]:
         """The keys that must have one number of ids in every sample, with that number.
 
-        The forward makes them so, or can be called with no other number.
+        The forward makes such a key itself, or fails for any other number.
         """
         fixed = dict(self._signature.fixed)
         for size, keys in self._all_keys_by_size().items():
@@ -79,9 +91,9 @@ class RowCounts:
         return keys_by_size
 
     def _groups(self) -> Iterator[list[str]]:
-        """Keys that must have equally many ids in each sample.
+        """Groups of keys that must have equally many ids in each sample.
 
-        The forward can be called with no others, or finds rows of one key by the lengths of another.
+        The forward fails for any other request, or finds rows of one key by the lengths of another.
         """
         keys_by_size, bags = self._all_keys_by_size(), self._signature.bags()
         groups = [*keys_by_size.values()]
@@ -90,8 +102,8 @@ class RowCounts:
             keys_of_lengths = [name.name for name in names if isinstance(name, JaggedInput) and is_lengths(name)]
             if size in keys_by_size and len(keys_of_lengths) == 1:
                 groups.append([*keys_by_size[size], *keys_of_lengths])
-        for leader, *others in groups:
-            candidates = (key for key in dict.fromkeys(others) if key != leader and {leader, key} <= bags.keys())
+        for leader, *members in groups:
+            candidates = (key for key in dict.fromkeys(members) if key != leader and {leader, key} <= bags.keys())
             yield [leader, *(key for key in candidates if have_same_lengths(bags[leader], bags[key]))]
 
 
@@ -110,9 +122,10 @@ def shape_of(node: fx.Node, samples: Any) -> str:
 
 
 def _rows_and_lengths(graph: fx.Graph) -> Iterator[tuple[Any, set[fx.Node]]]:
-    """The number of rows that each of FBGEMM's jagged operators gets, and the inputs that its offsets are made of.
+    """The number of rows that each of FBGEMM's jagged operators gets, and the inputs from which its offsets are
+    computed.
 
-    Whether these fit is not checked.
+    The operators do not check that rows and offsets match.
     """
     for node in graph.nodes:
         if str(node.target).startswith("fbgemm.jagged_"):
@@ -126,7 +139,7 @@ def _rows_and_lengths(graph: fx.Graph) -> Iterator[tuple[Any, set[fx.Node]]]:
 
 
 def _inputs_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The inputs of a graph that some nodes are made of."""
+    """The inputs of a graph from which some nodes are computed."""
     visited, waiting = set[fx.Node](), [*nodes]
     while waiting:
         node = waiting.pop()
@@ -141,7 +154,7 @@ class Answer:
     """A tensor that a model answers. What is served has its rows in the first dimension.
 
     Attributes:
-        key: the key that it has a row for each id of; None if it has a row for each sample.
+        key: the key for whose ids it has rows; None if it has a row for each sample.
         dim: the dimension of its rows.
     """
 

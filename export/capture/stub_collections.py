@@ -1,4 +1,4 @@
-"""Stubs for collections: they look nothing up, and return what they are told in the form of TorchRec's answers."""
+"""Stubs for collections: they look nothing up, and return given embeddings in the form of TorchRec's answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,7 +39,7 @@ Collections = Mapping[nn.Module, Columns]
 
 
 def keys_of_features(collections: Collections) -> dict[str, str]:
-    """The key that each feature reads."""
+    """The key of each feature."""
     return {
         feature: key
         for columns in collections.values()
@@ -67,7 +67,8 @@ def stubbed(collections: Collections, answer: Answer) -> Iterator[None]:
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
         static = {"concat": staticmethod(RequestKjt.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
-        stack.enter_context(patched(KeyedJaggedTensor, **static, sync=_unsynced))
+        # `sync` counts ids by key, and torch.export does not know the counts. A KJT counts them when it needs them.
+        stack.enter_context(patched(KeyedJaggedTensor, **static, sync=lambda kjt: kjt))
         yield
 
 
@@ -76,15 +77,10 @@ def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     return kjt_of_bags({key: bag_of(jagged) for key, jagged in jt_dict.items()})
 
 
-def _unsynced(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """As KeyedJaggedTensor.sync, but without counting the ids of each key: the KJT counts them when it needs them."""
-    return kjt
-
-
 def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
     """The answer of a collection that pools, from the embeddings of all pooled features, [B, D].
 
-    It is float32, whatever the dtype of the tables, as TorchRec's answers are.
+    It is float32 for tables of any dtype, as in TorchRec.
     """
     pieces = [pooled[:, first:last].float() for first, last in merge_spans(columns.spans)]
     return KeyedTensor(
@@ -104,11 +100,11 @@ def merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def jagged_tensors(columns: Columns, kjt: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
-    """The answer of a collection that does not pool: float32, whatever the dtype of its tables.
+    """The answer of a collection that does not pool: float32 for tables of any dtype.
 
     Args:
         columns: of the collection.
-        kjt: what it is called with.
+        kjt: its argument.
         rows: of each feature, floats [n, dim].
     """
     lengths = kjt.lengths().view(len(kjt.keys()), -1)

@@ -1,4 +1,4 @@
-"""The tensors of an example that a forward makes its KJTs and JaggedTensors of."""
+"""Find the tensors of an example from which a forward makes KJTs and JaggedTensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +17,20 @@ from export.capture.bags import bags_of
 from export.capture.model_files import patched
 from export.trained.source_location import current_line
 
-# The paths of the example's tensors that a tensor is made of.
+# By tensor: the paths of the example's tensors from which it is computed.
 _Sources = MutableMapping[Tensor, frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class KjtParts:
-    """The tensors of the example that the forward makes a KJT of.
+    """The tensors of the example from which the forward makes a KJT.
 
     Attributes:
         keys: of the KJT.
-        values, lengths: the paths of the tensors.
-        weights: its path; None if the KJT has no weights.
-        has_offsets: whether `lengths` is the path of offsets, of which the forward makes lengths.
+        values: the path of the ids.
+        lengths: the path of the lengths.
+        weights: the path of the weights; None if the KJT has none.
+        has_offsets: whether the tensor at `lengths` has offsets, from which the forward computes lengths.
     """
 
     keys: Sequence[str]
@@ -59,14 +60,16 @@ class KjtParts:
 
 
 class TensorProvenance:
-    """Records of which tensors of an example other tensors are made, while a forward runs.
+    """Records, while a forward runs, from which tensors of an example other tensors are computed.
 
     Args:
         leaves: the tensors of the example, by path.
 
     Attributes:
-        pairs: the JaggedTensors that are made of two of them, each under the path of its values.
-        unpaired: the JaggedTensors whose values are one of them and whose lengths are not: path of the values → line.
+        pairs: the JaggedTensors whose values and lengths are tensors of the example. Their key is the path of the
+            values.
+        unpaired: the path of the values, and the line, of each JaggedTensor whose lengths are no tensor of the
+            example.
     """
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
@@ -80,7 +83,7 @@ class TensorProvenance:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, record them."""
+        """In the block, record sources and JaggedTensors."""
         jagged_init, kjt_init = JaggedTensor.__init__, KeyedJaggedTensor.__init__
 
         def init_jagged(jagged: JaggedTensor, *args: Any, **kwargs: Any) -> None:
@@ -147,9 +150,9 @@ class TensorProvenance:
     def _lengths_of_key(
         self, values: str, whole: Tensor, lengths: Tensor, used: set[str], parts: Sequence[KjtParts]
     ) -> str | None:
-        """The tensor that has the lengths, or offsets, of a key; None if there is none.
+        """The path of the tensor with the lengths or offsets of a key, or None.
 
-        A tensor that another key has is taken only if no other fits: several keys may have the lengths of one tensor.
+        Several keys may share a tensor of lengths, so the tensor of another key is taken if no other one matches.
         """
         shared = {part.lengths for part in parts}
         for excluded in (used | {values}, (used - shared) | {values}):
@@ -161,7 +164,7 @@ class TensorProvenance:
         return None
 
     def _offsets_of(self, whole: Tensor, lengths: Tensor, excluded: Iterable[str] = ()) -> str | None:
-        """Of the tensors that all lengths are made of, the one that has the offsets of some lengths, or None."""
+        """The path of the tensor with the offsets of some lengths, among the sources of all lengths; or None."""
         for path in sorted(self._sources.get(whole, frozenset()) - {*excluded}):
             leaf = self._leaves[path]
             has_shape = leaf.dim() == 1 and len(leaf) == lengths.numel() + 1 and not leaf.dtype.is_floating_point
@@ -172,7 +175,7 @@ class TensorProvenance:
     def _weights_of_key(
         self, name: str, whole: Tensor | None, part: Tensor | None, excluded: Iterable[str]
     ) -> str | None:
-        """The weights of a key; None if it has none, or if the forward makes them: 1 for each id."""
+        """The path of the weights of a key; None without weights, or if the forward makes them: 1 for each id."""
         if whole is None or part is None:
             return None
         path = self._best_match(name, whole, part, excluded)
@@ -188,9 +191,9 @@ class TensorProvenance:
         return None
 
     def _best_match(self, name: str, whole: Tensor, part: Tensor, excluded: Iterable[str]) -> str | None:
-        """Of the tensors that `whole` is made of and that are as long as `part`, the one that is most like it.
+        """The path of the source of `whole` that is most like `part` among those of the same shape, or None.
 
-        One with the same numbers comes first, then the one whose path is most like `name`.
+        A source with the same numbers is preferred, then the source whose path is most like `name`.
         """
         has_same_numbers = {
             path: torch.equal(self._leaves[path].to(part.dtype), part)
@@ -203,10 +206,10 @@ class TensorProvenance:
 
 
 class _RecordSources(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In the block, record for each tensor that an operator returns what it is made of.
+    """In the block, record the sources of each tensor that an operator returns.
 
     Args:
-        sources: of each tensor; it is added to.
+        sources: gets the sources of each tensor.
     """
 
     def __init__(self, sources: _Sources) -> None:

@@ -1,7 +1,7 @@
-"""Trace a model by torch.export, from one call of it: a graph of what follows its collections, for any batch size.
+"""Trace a model by torch.export from one call of it: a graph of what follows its collections, for any batch size.
 
-The collections answer with inputs of the graph. Ids reach a collection unchanged as keys of a KJT of the example; of
-any other KJT the graph shows that its ids are those of the example in another order.
+The answers of collections are inputs of the graph. The ids of a KJT of the example reach a collection unchanged. For
+a KJT that the forward makes itself, `export.capture.id_provenance` checks the ids in the graph.
 """
 
 import io
@@ -24,7 +24,7 @@ from export.capture.graph_inputs import ids_of, lengths_of, numbers_of, weights_
 from export.capture.graph_nodes import answers_of
 from export.capture.output_names import named_outputs
 from export.capture.outside_reads import expect_no_clocks
-from export.capture.row_counts import Input
+from export.capture.row_counts import Input, dims_of_keys, is_lengths
 from export.capture.simplify_graph import simplified
 from export.capture.stub_collections import Collections, jagged_tensors, keyed_tensor, keys_of_features, stubbed
 from export.capture.value_checks import failed_check
@@ -58,13 +58,13 @@ class TracedModel:
     """A model as a graph of ATen.
 
     Attributes:
-        module: takes `inputs`, in order. Returns the outputs of the model, in order; then the values, the lengths and
-            (if they count) the weights of each of `made_kjts`; then `counts`.
+        module: takes `inputs`, in order. Returns the outputs of the model, in order; then the values, lengths and, if
+            its collection uses them, weights of each of `made_kjts`; then `counts`.
         inputs: its inputs.
         outputs: the names of its outputs.
         left_out: the names of outputs that have no row for each sample, because they are not tensors.
         made_kjts: the KJTs that the forward makes itself and gives to a collection.
-        counts: the lengths of each input with a number for each id of a key, by its name, as the forward gets them.
+        counts: by name, the lengths of each input with a number for each id of a key, as the forward gets them.
     """
 
     module: fx.GraphModule
@@ -87,16 +87,21 @@ def trace_model(
     Args:
         model: a copy.
         collections: of the model.
-        signature: what its arguments are made of.
+        signature: of the model.
         inputs: the inputs of the graph, `embeddings` first, with an example of each; of two samples or more.
-        counts: keys that are traced for that many ids in each sample only.
+        counts: the number of ids in every sample, for keys that are traced for one number only.
 
     Raises:
         ModelError: naming the line of the model's code that cannot be traced.
     """
     expect_no_clocks(model, signature.clocks)
     wrapper = _TensorArguments(model, collections, signature, list(inputs))
-    dims = _dims(wrapper, {**counts, **signature.fixed})
+    key_of_feature = keys_of_features(collections)
+    keys = (
+        None if isinstance(name, str) or is_lengths(name) else signature.key_of(name, key_of_feature)
+        for name in inputs
+    )
+    dims = dims_of_keys(keys, {**counts, **signature.fixed})
     arguments = tuple(inputs.values())
     module, log = _trace(wrapper, arguments, dims)
     names = [*signature.numbers]
@@ -139,8 +144,8 @@ def _trace(
             raise ModelError(f"{name}: {_refusal(error, log)}") from error
         if log.swallowed:
             raise ModelError(
-                f"{name}: a step cannot be traced{log.swallowed[0]}, and its code goes on without: expected the "
-                "same steps, followed or not"
+                f"{name}: a step cannot be traced{log.swallowed[0]}, and the model's code catches that error: "
+                "expected the same steps in a trace as in a call"
             )
         return simplified(program.module(check_guards=False)), log
 
@@ -155,48 +160,48 @@ def _refusal(error: Exception, log: BranchLog) -> str:
     message, lines = first_line(error), [*dict.fromkeys(line for _, line in log.guards if line)]
     if log.packed:
         return (
-            f"its forward packs sequences{log.packed[0]}, which a graph cannot: give the layer padded ones, [B, n, "
-            "width], and take the output of each sample at its last number: output[torch.arange(B), lengths - 1]"
+            f"its forward packs sequences{log.packed[0]}, which a graph cannot do: pass the layer padded sequences, "
+            "[B, n, width], and take the output at the last position of each sample: output[torch.arange(B), lengths "
+            "- 1]"
         )
     is_data_dependent, is_fixed = "data-dependent" in message, message.startswith("Constraints violated")
     one_by_one = [*log.loops, *(line for line in lines if ".tolist()" in line or ".to_dense()" in line)]
     if one_by_one and (is_data_dependent or is_fixed):
         return (
-            f"its forward goes through samples, or ids, one by one{one_by_one[0]}: a graph would have as many steps "
-            "as the example has of them: put the steps for all at once, on whole tensors, with a mask of lengths for "
-            "what some samples do not have"
+            f"its forward loops over samples or ids{one_by_one[0]}: a graph would have a step for each one in the "
+            "example: compute all of them at once on whole tensors, with a mask of lengths for missing positions"
         )
     if is_fixed:
         location = f": see{' and'.join(lines)}" if lines else ""
         return (
-            "its forward can be called with the number of samples of the example alone, or torch.export cannot tell "
-            f"that it can be called with others{location}: take sizes of tensors as they are (x.size(0), x.shape), "
-            "not a number of the example, nor lists as long as a batch"
+            "its forward works for the number of samples of the example only, or torch.export cannot show that it "
+            f"works for others{location}: use sizes of tensors (x.size(0), x.shape), not numbers of the example or "
+            "lists as long as a batch"
         )
     line = line_of_error(error)
     if is_data_dependent:
-        return f"what its forward does hangs on numbers of the request{line}: {message}: {_way_without(line)}"
+        return f"what its forward does depends on numbers of the request{line}: {message}: {_way_out(line)}"
     return f"its forward cannot be traced for any number of samples{line}: {message}"
 
 
-def _way_without(line: str) -> str:
-    """What to do about a line that depends on numbers of the request."""
+def _way_out(line: str) -> str:
+    """What a user can do about a line that depends on numbers of the request."""
     if not any(f"`{word} " in line for word in ("if", "elif", "while", "assert")) and " if " not in line:
-        return "take a number that does not change, such as the longest sequence that it was trained with"
+        return "use a constant, such as the longest sequence that the model was trained with"
     if any(count in line for count in ("numel()", "len(", "size(0)", "shape[0]")):
         return (
-            "leave the branch out, if its steps do nothing for no number: operators take none, too; else choose by "
+            "remove the branch if its steps work for an empty tensor, as most operators do, or choose a result by "
             "torch.where"
         )
     return (
-        "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in "
-        "place of the branch"
+        "replace the branch by steps that are the same for all numbers: torch.where(condition, one, other), or a "
+        "factor of 0 or 1"
     )
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """What a trace records. torch.export puts back the attributes that a forward sets in a module."""
+    """What a trace records. It is no attribute of the module, because torch.export restores these after a forward."""
 
     outputs: Sequence[str] = ()
     made_kjts: Sequence[ForwardKjt] = ()
@@ -204,7 +209,7 @@ class _Recorded:
 
 
 class _TensorArguments(nn.Module):
-    """A model whose arguments are tensors."""
+    """Calls a model with arguments made of tensors."""
 
     def __init__(
         self, model: nn.Module, collections: Collections, signature: Signature, inputs: Sequence[Input]
@@ -236,7 +241,7 @@ class _TensorArguments(nn.Module):
 
         by_sample = {name: tensor for name, tensor in values.items() if isinstance(name, str)}
         bags = _bags(values, self.signature.numbers)
-        call = self.signature.called(tensors[0].shape[0], bags, by_sample, known=True)
+        call = self.signature.called(tensors[0].shape[0], bags, by_sample, as_request_kjts=True)
         with stubbed(self.collections, answer):
             outputs, left_out = named_outputs(self.model, call.answer_of(self.model), Tensor)
         self.recorded.outputs, self.recorded.left_out, self.recorded.made_kjts = list(outputs), left_out, made_kjts
@@ -253,25 +258,11 @@ def _parts_of(kjt: KeyedJaggedTensor, is_weighted: bool) -> list[Tensor]:
 
 
 def _bags(values: Mapping[Input, Tensor], numbers: Mapping[str, str]) -> dict[str, Bag]:
-    """The ids of a request by key, and `numbers` for each id of some of these keys."""
+    """The ids of a request by key; and by name, the numbers that a request brings for each id of a key."""
     keys = [name.name for name in values if isinstance(name, JaggedInput) and name.kind is JaggedKind.LENGTHS]
     bags = {key: Bag(values[ids_of(key)], values[lengths_of(key)], values.get(weights_of(key))) for key in keys}
     for name, key in numbers.items():
-        # An operator of its own shows whether the forward uses the lengths of these numbers.
+        # A separate node shows whether the forward uses the lengths of these numbers.
         lengths = torch.ops.aten.alias.default(values[lengths_of(key)])
         bags[name] = Bag(values[numbers_of(name)], lengths, values.get(weights_of(name)))
     return bags
-
-
-def _dims(wrapper: _TensorArguments, counts: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
-    """The dynamic dimensions of each input."""
-    samples: Any = torch.export.Dim("samples", min=2)
-    key_of = keys_of_features(wrapper.collections)
-    dims = []
-    for name in wrapper.inputs:
-        if isinstance(name, str) or name.kind is JaggedKind.LENGTHS:
-            dims.append({0: samples})
-            continue
-        count = counts.get(wrapper.signature.key_of(name, key_of))
-        dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
-    return tuple(dims)

@@ -50,7 +50,7 @@ def perfect_hash(ids: Numbers, rows: Numbers) -> PerfectHash:
 
 
 def _placed(ids: Numbers, rows: Numbers, capacity: int) -> PerfectHash | None:
-    """The perfect hash with `capacity` entries. None: a bucket has no seed that fits."""
+    """The perfect hash with `capacity` entries, or None if a bucket has no seed that fits."""
     sizes = np.array([capacity], np.uint64)
     buckets = max(1, -(-ids.size // _IDS_IN_BUCKET))
     hashes = hashes_of(ids)
@@ -60,7 +60,7 @@ def _placed(ids: Numbers, rows: Numbers, capacity: int) -> PerfectHash | None:
     counts = np.bincount(bucket_of, minlength=buckets)
     firsts = np.cumsum(counts) - counts
     seeds = np.zeros(buckets, np.uint8)
-    places = np.empty(ids.size, np.int64)
+    positions = np.empty(ids.size, np.int64)
     is_taken = np.zeros(capacity, bool)
     claims = np.empty(capacity, np.int64)
     for size in range(int(counts.max()), 0, -1):
@@ -75,14 +75,14 @@ def _placed(ids: Numbers, rows: Numbers, capacity: int) -> PerfectHash | None:
             claims[chosen[free]] = members[free]
             won = free[(claims[chosen[free]] == members[free]).all(axis=1)]
             is_taken[chosen[won]] = True
-            places[members[won]] = chosen[won]
+            positions[members[won]] = chosen[won]
             seeds[waiting[won]] = seed
             waiting = np.delete(waiting, won)
         if waiting.size:
             return None
     entries = np.empty((capacity, 2), np.int64)
     entries[:] = 0, -1
-    entries[places, 0], entries[places, 1] = ids[order], rows[order]
+    entries[positions, 0], entries[positions, 1] = ids[order], rows[order]
     return PerfectHash(seeds, entries)
 
 
@@ -98,7 +98,7 @@ class BuiltMaps:
         return {name: built.entries[built.entries[:, 1] >= 0, 0] for name, (_, built) in self.by_table.items()}
 
     def write(self, directory: Path) -> None:
-        """Write the file into the folder of a bundle. Without maps, there is no file.
+        """Write the file into the folder of a bundle, if there are maps.
 
         Raises:
             OSError: it cannot be written.
@@ -149,18 +149,18 @@ def build_maps(trained: Sequence[TrainedTable], weights: Checkpoint) -> BuiltMap
     for table in trained:
         if table.id_map is None:
             continue
-        known = known_ids(table, weights)
-        built = perfect_hash(known.ids, known.rows)
+        table_ids = known_ids(table, weights)
+        built = perfect_hash(table_ids.ids, table_ids.rows)
         seeds = aligned(end)
         entries = aligned(seeds + built.seeds.size)
         end = entries + ENTRY_BYTES * len(built.entries)
         described = IdMap(
-            known=known.count,
+            known=table_ids.count,
             buckets=built.seeds.size,
             capacity=len(built.entries),
             seeds_offset=seeds,
             entries_offset=entries,
-            hashed=known.hashed,
+            hashed=table_ids.hashed,
         )
         by_table[table.name] = described, built
     return BuiltMaps(by_table)

@@ -27,7 +27,7 @@ class KnownIds:
     Attributes:
         ids: int64 [n], all different.
         rows: the row of each; int64 [n].
-        count: how many of them are from training.
+        count: the number of ids from training.
         hashed: how unknown ids are hashed to rows. None: they read the last row.
     """
 
@@ -44,13 +44,13 @@ def known_ids(table: TrainedTable, weights: Checkpoint) -> KnownIds:
         CheckpointError: they are missing, ambiguous, of another shape or dtype, or read rows outside the table.
     """
     if isinstance(table.id_map, SortedIds):
-        return _searched(table, table.id_map, weights)
+        return _mch_ids(table, table.id_map, weights)
     assert table.id_map is not None  # noqa: S101  it has a map
-    return _probed(table, table.id_map, weights)
+    return _hash_zch_ids(table, table.id_map, weights)
 
 
-def _searched(table: TrainedTable, state: SortedIds, weights: Checkpoint) -> KnownIds:
-    """As `_mch_remap` of torchrec 1.8 finds them: the first of equal ids counts."""
+def _mch_ids(table: TrainedTable, state: SortedIds, weights: Checkpoint) -> KnownIds:
+    """The known ids of MCH, as `_mch_remap` of torchrec 1.8 finds them: the first of equal ids counts."""
     raw_ids = weights.integers(f"raw ids of table {table.name!r}", state.raw_ids, table.rows)
     slots = weights.integers(f"rows of raw ids of table {table.name!r}", state.slots, table.rows)
     if slots.min() < 0 or slots.max() >= table.rows:
@@ -58,14 +58,14 @@ def _searched(table: TrainedTable, state: SortedIds, weights: Checkpoint) -> Kno
             f"rows of raw ids of table {table.name!r}: expected them in [0, {table.rows}), got {slots.min()} to "
             f"{slots.max()}"
         )
-    # Loading sorts the ids of a module, by a stable sort: shards of a checkpoint are sorted each.
+    # Loading a module sorts its ids by a stable sort. In a checkpoint, each shard is sorted by itself.
     order = np.argsort(raw_ids, kind="stable")
     ids, firsts = np.unique(raw_ids[order], return_index=True)
     return KnownIds(ids, slots[order][firsts], int((ids != _NO_ID).sum()))
 
 
-def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownIds:
-    """As FBGEMM's `zero_collision_hash` finds them: it is called with every id that it may know."""
+def _hash_zch_ids(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownIds:
+    """The known ids of HashZch, from FBGEMM's `zero_collision_hash`, which is called with every id in the table."""
     identities = weights.integers(f"identities of table {table.name!r}", state.identities, table.rows)
     buckets = len(state.bounds) - 1
     if weights.has(state.bucket_count):
@@ -79,26 +79,27 @@ def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownId
     hashed = HashedIds(bounds=state.bounds, divided=state.divided, input_hash_size=state.input_hash_size or None)
     ids = np.unique(_undivided(identities, np.repeat(np.arange(buckets), np.diff(bounds)), hashed))
     count = ids.size if hashed.block else int((identities != _EMPTY).sum())
-    of, numbers = hashed.parts_of(ids)
+    bucket_of_id, numbers = hashed.parts_of(ids)
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
         input=torch.from_numpy(numbers),
         identities=torch.from_numpy(identities[:, np.newaxis]),
         max_probe=state.max_probe,
         circular_probe=True,
         readonly=True,
-        local_sizes=torch.from_numpy(np.diff(bounds)[of]),
-        offsets=torch.from_numpy(bounds[of]),
+        local_sizes=torch.from_numpy(np.diff(bounds)[bucket_of_id]),
+        offsets=torch.from_numpy(bounds[bucket_of_id]),
     )
     return KnownIds(ids, rows.numpy(), count, hashed)
 
 
 def _undivided(identities: Numbers, buckets: Numbers, hashed: HashedIds) -> Numbers:
-    """The ids that `identities`, int64 [rows], are of, where each is in one of `buckets`, int64 [rows].
+    """The ids of `identities`, int64 [rows], in the buckets `buckets`, int64 [rows].
 
-    With an `input_hash_size`, those that are no ids of their buckets, such as marks, are left out: no id finds them.
+    With an `input_hash_size`, identities that are no ids of their bucket, such as marks, are left out: no id finds
+    them.
     """
     if hashed.block is None:
         return identities * hashed.buckets + buckets if hashed.divided else identities
     ids = identities + buckets * hashed.block if hashed.divided else identities
-    is_there: Numbers = ids[hashed.parts_of(ids)[0] == buckets]
-    return is_there
+    valid: Numbers = ids[hashed.parts_of(ids)[0] == buckets]
+    return valid

@@ -33,7 +33,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     """
     ranks = len(report.ranks)
     if report.transfers:
-        figure = Figure(figsize=(max(13.0, 9.0 + 0.6 * ranks), _height(report)), layout="constrained")
+        figure = Figure(figsize=(max(13.0, 9.0 + 0.6 * ranks), _height_inches(report)), layout="constrained")
         memory, traffic = figure.subplots(1, 2, width_ratios=[1, 1])
         _draw_transfers(traffic, report)
     else:
@@ -46,7 +46,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _height(report: PlanReport) -> float:
+def _height_inches(report: PlanReport) -> float:
     """The height of a picture with a line for each host, in inches."""
     return max(4.5, 2.0 + 0.4 * len(report.ranks))
 
@@ -144,7 +144,7 @@ def _draw_transfers(axes: Axes, report: PlanReport) -> None:
     axes.legend(
         [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[pattern]) for pattern in patterns],
         [f"{pattern}: {_MEANING[pattern]}" for pattern in patterns],
-        loc="upper center", bbox_to_anchor=(0.5, -0.8 / _height(report)), ncols=2, frameon=False,
+        loc="upper center", bbox_to_anchor=(0.5, -0.8 / _height_inches(report)), ncols=2, frameon=False,
         fontsize="small",
     )  # fmt: skip
 

@@ -210,7 +210,11 @@ def store_rows(
         torch.set_num_threads(1)  # in each of our threads: more would be more threads than cores
         pool = stack.enter_context(ThreadPoolExecutor(cores))
         store = partial(_store_block, files, weights, _scratches(trained, cores))
-        blocks = _blocks(trained, manifest.tables, shards)
+        blocks = (
+            _Block(table, stored, shards[table.name], start, stop)
+            for table, stored in zip(trained, manifest.tables, strict=True)
+            for start, stop in _bounds(table, shards[table.name])
+        )
         errors: dict[str, TableError] = {}
         for block, block_error in map_in_order(pool, store, blocks, ahead=2 * cores):
             error = errors.setdefault(block.trained.name, TableError(block_error.dtype))
@@ -227,15 +231,6 @@ class _Block:
     shards: Sequence[Shard]
     start: int
     stop: int
-
-
-def _blocks(
-    trained: Sequence[TrainedTable], tables: Sequence[Table], shards: Mapping[str, Sequence[Shard]]
-) -> Iterator[_Block]:
-    """The rows of some shards of all tables, each row once."""
-    for table, stored in zip(trained, tables, strict=True):
-        for start, stop in _bounds(table, shards[table.name]):
-            yield _Block(table, stored, shards[table.name], start, stop)
 
 
 def _bounds(table: TrainedTable, shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:

@@ -88,19 +88,14 @@ class Saved(NamedTuple):
         """
         if self.versions is None or key not in model.defaults:
             return False
-        paths = (_path_of_module(name, matched) for name in model.names(key))
-        return all(self._version_of(path) < _COUNTER_VERSION for path in paths if path is not None)
+        # The counter's module has another buffer, whose key in the checkpoint shows the module's path there.
+        means = (matched.get(f"{name.removesuffix(COUNTER)}running_mean") for name in model.names(key))
+        return all(self._version_of(mean.rpartition(".")[0]) < _COUNTER_VERSION for mean in means if mean is not None)
 
     def _version_of(self, path: str) -> int:
         # Hooks of wrappers take the wrapper's name out of keys, and leave it in the paths of versions.
         versions = (version for other, version in (self.versions or {}).items() if _bare(other) == _bare(path))
         return max(versions, default=0)
-
-
-def _path_of_module(counter: str, matched: Mapping[str, str]) -> str | None:
-    """The path in the checkpoint of the module that has a counter, by the key of another of its buffers."""
-    mean = matched.get(f"{counter.removesuffix(COUNTER)}running_mean")
-    return None if mean is None else mean.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +335,8 @@ def _missing(saved: Saved, chosen: _Candidate, alternatives: list[_Candidate], m
     message = f"{saved.source}: {model.needed[first]}: expected the key {chosen.prefix + first!r}, which is missing"
     if chosen.missing[1:]:
         message += f", as are {_described(chosen.missing[1:], model)}"
-    if unknown := [key for key in _keys_under(chosen) if key not in {*chosen.keys.values()}]:
+    keys = sorted(node.key for _, node in chosen.node.all() if node.key is not None)
+    if unknown := [key for key in keys if key not in {*chosen.keys.values()}]:
         message += f"; the model does not have {_listed(unknown)}"
     elif not chosen.keys:
         message += f"; found {_listed(sorted(saved.keys)) or 'nothing'}"
@@ -353,10 +349,6 @@ def _missing(saved: Saved, chosen: _Candidate, alternatives: list[_Candidate], m
         best = alternatives[0]
         message += f"; no prefix has all: {best.prefix!r} lacks {_described(best.missing, model)}"
     return CheckpointError(message)
-
-
-def _keys_under(candidate: _Candidate) -> list[str]:
-    return sorted(node.key for _, node in candidate.node.all() if node.key is not None)
 
 
 def _described(keys: Collection[str], model: ModelKeys) -> str:

@@ -76,8 +76,10 @@ def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKey
                 needed[weights.key] = f"position weights of feature {feature!r}"
         if table.id_map is not None:
             # Older checkpoints do not have the number of buckets.
-            keys = [key for key in table.id_map.keys if key != _bucket_count(table.id_map)]
-            needed |= dict.fromkeys(keys, f"map of the ids of table {table.name!r}")
+            optional = table.id_map.bucket_count if isinstance(table.id_map, HashZch) else None
+            needed |= dict.fromkeys(
+                (key for key in table.id_map.keys if key != optional), f"map of the ids of table {table.name!r}"
+            )
     groups = list(_groups(module))
     paths = [*_paths(module, [module.get_submodule(path) for path in trained.collections])]
     if is_whole:
@@ -113,14 +115,11 @@ def _counters_of_batches(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield dotted(path, COUNTER), torch.tensor(0) if counter is None or counter.is_meta else counter.detach()
 
 
-def _bucket_count(id_map: object) -> str | None:
-    return id_map.bucket_count if isinstance(id_map, HashZch) else None
-
-
 def _groups(module: nn.Module) -> Iterator[_Group]:
     """The parameters and persistent buffers of a module."""
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    owned = dict(_owned(module))
+    owned: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    owned |= module.named_buffers(remove_duplicate=False)
     saved = {id(tensor) for tensor in state.values()} | {id(owned[name]) for name in state if name in owned}
     groups: dict[Any, tuple[dict[int, Tensor], dict[str, None]]] = {}
     for name, tensor in (state | {name: tensor for name, tensor in owned.items() if id(tensor) in saved}).items():
@@ -128,11 +127,6 @@ def _groups(module: nn.Module) -> Iterator[_Group]:
         tensors[id(tensor)] = tensor
         names[name] = None
     yield from (_Group((*tensors.values(),), (*names,)) for tensors, names in groups.values())
-
-
-def _owned(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _memory(tensor: Tensor) -> object:
@@ -183,8 +177,10 @@ def load_weights(trained: Trained, weights: Checkpoint) -> None:
                 else:  # in place, since other objects may refer to this tensor
                     with torch.no_grad():
                         tensor.copy_(numbers)
-    for table in _tables_on_meta(collections):
-        replace_tensor(module, table, _zeros(table))
+    tables = [parameter for collection in collections for parameter in collection.parameters()]
+    for table in tables:
+        if table.is_meta:
+            replace_tensor(module, table, _zeros(table))
 
 
 def replace_tensor(module: nn.Module, tensor: Tensor, replacement: Tensor) -> None:
@@ -194,10 +190,6 @@ def replace_tensor(module: nn.Module, tensor: Tensor, replacement: Tensor) -> No
         tensors: dict[str, Any]
         for tensors in (part._parameters, part._buffers):
             tensors.update({name: new for name, old in tensors.items() if old is tensor})
-
-
-def _tables_on_meta(collections: Iterable[nn.Module]) -> list[Tensor]:
-    return [parameter for collection in collections for parameter in collection.parameters() if parameter.is_meta]
 
 
 def _zeros(like: Tensor) -> Tensor:

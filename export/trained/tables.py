@@ -134,7 +134,7 @@ def _trained_table(
         key=dotted(path, inner_path, modules, config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
-        pooling=_POOLING[_pooling(config)],
+        pooling=_POOLING[config.pooling] if isinstance(config, EmbeddingBagConfig) else Pooling.NONE,
         weighted=not is_sequence(collection) and inner.is_weighted(),
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
@@ -152,10 +152,6 @@ def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tupl
         for key, (name, weights) in position_weights_of(collection).items()
     }
     return tuple(by_key.get(key, PositionWeights()) for key in keys)
-
-
-def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
-    return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
 
 
 def _servable(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:

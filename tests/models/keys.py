@@ -254,12 +254,12 @@ def ends(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor, 
 KEYS: dict[str, NamedModel] = {
     "ids_of_matrix": NamedModel(OfMatrix, matrix),
     "ids_of_lists": NamedModel(
-        OfLists, matrix, refused="line [0-9]+: `lengths = torch.tensor.*nor lists as long as a batch"
+        OfLists, matrix, refused="line [0-9]+: `lengths = torch.tensor.*lists as long as a batch"
     ),
     "ids_of_made_offsets": NamedModel(OfMadeOffsets, matrix),
     "ids_of_columns": NamedModel(OfColumns, columns),
     "ids_of_sorted_dict": NamedModel(
-        OfSortedDict, sorted_dict, refused="line [0-9]+: `lengths.extend.*nor lists as long as a batch"
+        OfSortedDict, sorted_dict, refused="line [0-9]+: `lengths.extend.*lists as long as a batch"
     ),
     "ids_of_offsets": NamedModel(OfOffsets, offsets),
     "ids_of_jagged": NamedModel(OfJagged, jagged),

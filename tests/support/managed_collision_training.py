@@ -1,7 +1,7 @@
 """Train a collection behind a managed collision module with TorchRec's DistributedModelParallel on two gloo processes,
 and save it with torch.distributed.checkpoint.
 
-Usage: python -m tests.support.managed_collision_training FOLDER POOLING
+Usage: python -m tests.support.managed_collision_training FOLDER
 """
 
 import sys
@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -29,21 +27,17 @@ from tests.support.two_processes import WORLD_SIZE, process_group, spawn_both
 STEPS = 8
 
 
-def whole(pooling: str) -> nn.ModuleDict:
-    """The model, untrained. It pools by SUM; or with NONE it does not."""
+def whole() -> nn.ModuleDict:
+    """The model, untrained."""
     module = MCHManagedCollisionModule(48, CPU, POLICIES[0](), eviction_interval=2, buckets=WORLD_SIZE)
-    return nn.ModuleDict({"sparse": behind({"user": module}, [Spec("user", 48, 16, pooling, ("x",))])})
+    return nn.ModuleDict({"sparse": behind({"user": module}, [Spec("user", 48, 16, "SUM", ("x",))])})
 
 
-def train(rank: int, folder: str, pooling: str, meeting: str) -> None:
+def train(rank: int, folder: str, meeting: str) -> None:
     with process_group(rank, meeting):
-        sparse: Any = whole(pooling)["sparse"]
+        sparse: Any = whole()["sparse"]
         apply_optimizer_in_backward(torch.optim.SGD, sparse._embedding_module.parameters(), {"lr": 0.5})
-        sharder: Any = (
-            ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder())
-            if pooling == "NONE"
-            else ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder())
-        )
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder())
         plan = construct_module_sharding_plan(
             sparse,
             {"user": row_wise()},

@@ -66,5 +66,5 @@ def test_functions_that_are_one_step_are_named() -> None:
     graph.output(graph.call_function(unseen, (graph.placeholder("x"),)))
     branch = find_opaque_step(fx.GraphModule(nn.Module(), graph))
     assert branch is not None
-    assert "unseen, which is not followed" in branch
+    assert "unseen, which is not traced" in branch
     assert find_opaque_step(fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))) is None

@@ -193,7 +193,7 @@ MEET: dict[str, Forward] = {
 def test_where_samples_may_meet_is_named(name: str) -> None:
     mixed_by = mixing_of(Parts({name: MEET[name]}))
     assert mixed_by is not None
-    assert mixed_by.startswith(("aten.", "a step that torch.export cannot follow: "))
+    assert mixed_by.startswith(("aten.", "a step that torch.export cannot trace: "))
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_samples_meet_or_not_and_never_in_silence(tmp_path: Path, make: Callable
 
 def test_a_size_that_torch_compares_is_refused_by_its_line(tmp_path: Path) -> None:
     """Whether there are two rows, of which one is left, would be another case of broadcasting."""
-    with pytest.raises(ModelError, match=r"how many ids there are at .*line \d+: `return total\(values - torch.cat"):
+    with pytest.raises(ModelError, match=r"the number of ids at .*line \d+: `return total\(values - torch.cat"):
         export_model(OfRows(shifted_rows).eval(), tmp_path / "r", "m", EXACT, example=(example(0, 6),))
 
 

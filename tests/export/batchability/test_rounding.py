@@ -55,7 +55,7 @@ def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch:
     assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) is None
     if scores is towers:
         monkeypatch.setattr(Rounding, "_nudged", {})  # a limit of 1e-5 alone takes it for mixing
-        assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
+        assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) == "output 's' differs for samples alone"
 
 
 def centred(inputs: DenseInputs) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
     assert probe_mixing(partial(scores, experts), probe(), DenseDtype.FP32, {}) is None
 
 
-def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> None:
+def test_rounding_does_not_explain_random_numbers() -> None:
     def random(inputs: DenseInputs) -> Mapping[str, Any]:
         return {"s": towers(inputs)["s"] + torch.randn(()).numpy()}
 

@@ -190,14 +190,14 @@ class Parts(Rows):
         return answer
 
 
-ONE_BY_ONE = "goes through samples, or ids, one by one at .*test_advice.py, line .*: `.*`: .*for all at once"
+ONE_BY_ONE = "loops over samples or ids at .*test_advice.py, line .*: `.*`: .*all of them at once"
 BEFORE = "itself at .*test_advice.py, line .*: apply masks to padded ids before the model"
 ADVISED: list[tuple[type[Rows], str, type[Rows]]] = [
     (LoopOverSamples, ONE_BY_ONE, AllAtOnce),
     (LoopOverRows, ONE_BY_ONE, AllAtOnce),
     (LoopOverLengths, ONE_BY_ONE, AllAtOnce),
     (LoopWithEmpty, ONE_BY_ONE, AllAtOnce),
-    (BranchOnSome, "hangs on numbers .*test_advice.py, line .*: leave the branch out, if its steps", WithoutBranch),
+    (BranchOnSome, "depends on numbers .*test_advice.py, line .*: remove the branch if its steps", WithoutBranch),
     (Mapped, "maps a function by torch.vmap at .*test_advice.py, line .*: .*torch.matmul", Multiplied),
     (Packed, r"packs sequences at .*test_advice.py, line .*output\[torch.arange\(B\), lengths - 1\]", Padded),
     (

@@ -158,7 +158,7 @@ class PaddedByMask(Encoded):
 
 
 A, TOKENS = {"a": [[1]] * 6}, torch.arange(1, 19).view(6, 3)
-OF_IDS, AT_PADDING = "hangs on how many ids there are at .*test_decisions.py, line", "as padding does"
+OF_IDS, AT_PADDING = "depends on the number of ids at .*test_decisions.py, line", "as padding does"
 BEGAN = time.time()
 ASKS = "reads the time at .*test_decisions.py, line .*: expected it as a dense input"
 WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
@@ -167,7 +167,7 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     (Squeezed, (keyed(s=SAME),), OF_IDS),
     (SameTotal, (keyed(s=SAME, u=SAME),), OF_IDS),
     (Swallows, (keyed(**A), torch.arange(6)), "cannot be traced at .*test_decisions.py, line .*: `special = "),
-    (Guarded, (keyed(**A), torch.arange(6)), "hangs on numbers of the request at .*test_decisions.py, line"),
+    (Guarded, (keyed(**A), torch.arange(6)), "depends on numbers of the request at .*test_decisions.py, line"),
     *((kind, (keyed(**A), torch.arange(6)), ASKS) for kind in (Clock, Cutoff, Dated, OfNumpy, HeldClock, Elapsed)),
     (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),
     (PaddedByMask, (keyed(**A), TOKENS, torch.zeros(6, 3, dtype=torch.bool)), AT_PADDING),
@@ -200,7 +200,7 @@ def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> No
     with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        assert part.mixed_by == "a step that hangs on how many ids there are"
+        assert part.mixed_by == "a step that depends on the number of ids"
     requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in asked]
     for bags, found in zip(asked, merged_answers(bundle, requests), strict=True):
         with torch.no_grad():
@@ -358,7 +358,7 @@ class Logging(Scored):
 
 
 @pytest.mark.parametrize("example", [None, (keyed(**A),)], ids=["without an example", "with one"])
-def test_a_model_that_counts_its_calls_is_refused_if_it_answers_by_it(example: Any, tmp_path: Path) -> None:
+def test_a_model_that_answers_by_its_call_count_is_refused(example: Any, tmp_path: Path) -> None:
     counts: tuple[tuple[type[Scored], str], ...] = (
         (Counting, "calls"),
         (Remembering, "seen"),

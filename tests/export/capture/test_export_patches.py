@@ -97,8 +97,8 @@ def test_a_file_under_several_names_is_put_back_once(
         torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
 
 
-A_LIST = "can be called with the number of samples of the example alone"
-ONE = "hangs on whether there is one sample"
+A_LIST = "works for the number of samples of the example only"
+ONE = "depends on whether there is one sample"
 
 
 @pytest.mark.promise(

@@ -51,7 +51,7 @@ def keyed(ids: np.ndarray[Any, Any]) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize("kind", [KeepsTheLast, CountsUp])
-def test_a_comparison_with_the_number_of_ids_is_served_for_that_number(kind: type[Rows], tmp_path: Path) -> None:
+def test_comparison_with_the_number_of_ids(kind: type[Rows], tmp_path: Path) -> None:
     model, random = kind(), np.random.default_rng(0)
     example = (keyed(random.integers(0, 40, (4, COUNT))),)
     with Engine.open(export_model(model, tmp_path / "r", "m", EXACT, example=example)) as engine:

@@ -140,7 +140,7 @@ REFUSED: dict[Callable[[Data], KeyedJaggedTensor], str] = {
     hashed: "makes the ids of the keys 'user_id', 'item_id', 'words' by aten.remainder.Scalar at .*, line",
     hashed_in_place: "makes the ids of the keys .* by aten.remainder_.Scalar at .*, line",
     turned: "gives a collection ids of key 'words' that are not those of one sample of the example",
-    cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that cannot be done for any number",
+    cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that fails for other numbers",
     cut_by_a_choice: "makes the ids of the keys .* by .* at .*, line|cannot be traced",
     lengths_limited: "by aten.clamp.default at .*, line|fails for the example at .*, line .*ids, and lengths that",
     weights_doubled: "makes the ids of the keys .* by aten.mul.Tensor at .*, line",
@@ -174,8 +174,11 @@ def compare(path: Path, module: nn.Module) -> None:
             assert_close(engine.score(features, {"data.price": data["price"].numpy()}), right)
 
 
-@pytest.mark.parametrize(("make", "same"), one_in(4, [(make, same) for same in (None, 1, 3) for make in SERVED]))
-def test_values_and_lengths_of_each_key_are_features(
+@pytest.mark.parametrize(
+    ("make", "same"),
+    one_in(4, [*((make, None) for make in SERVED), (joined, 1), (of_jagged_tensors, 3), (of_each_key, 1)]),
+)
+def test_values_and_lengths_of_keys(
     tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor], same: int | None
 ) -> None:
     """Also where an example has one id, or as many, in each sample, and other tensors have such numbers, too."""
@@ -191,7 +194,7 @@ def test_weights_of_each_key_are_those_of_its_feature(
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),)), module)
 
 
-def test_a_key_with_the_lengths_of_another_is_served_where_they_agree(tmp_path: Path) -> None:
+def test_a_key_with_the_lengths_of_another(tmp_path: Path) -> None:
     module = Making(of_another_key, weighted=False).eval()
 
     def data(samples: int, seed: int) -> Data:
@@ -218,9 +221,9 @@ def test_a_key_with_the_lengths_of_another_is_served_where_they_agree(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("is_small", "make"), one_in(2, [(small, make) for small in (True, False) for make in REFUSED])
+    ("is_small", "make"), one_in(2, [*((True, make) for make in REFUSED), (False, hashed), (False, lengths_limited)])
 )
-def test_values_and_lengths_that_are_changed_are_refused_by_name(
+def test_changed_values_and_lengths_are_refused(
     tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor], is_small: bool
 ) -> None:
     """Also where an example, whose ids are small and few, would not show it."""
@@ -286,7 +289,7 @@ class Prices(Making):
         return super().forward(data) + prices.to_padded_dense(9).sum(1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def test_numbers_with_the_lengths_of_a_key_that_is_made_are_dense_inputs(tmp_path: Path) -> None:
+def test_numbers_with_lengths_of_a_made_key(tmp_path: Path) -> None:
     module = Prices(joined).eval()
     path = export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),))
     with Engine.open(path) as engine:

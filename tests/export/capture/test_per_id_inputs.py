@@ -146,7 +146,7 @@ RIGHT: list[tuple[type[Rows], Call, dict[str, str], Mapping[str, Sequence[int]],
 @pytest.mark.parametrize(
     ("kind", "call", "numbers", "example", "fixed"), [pytest.param(*each, id=each[0].__name__) for each in RIGHT]
 )
-def test_what_could_be_read_in_several_ways_is_served_as_it_answers_by_itself(
+def test_ambiguous_numbers_are_served(
     kind: type[Rows],
     call: Call,
     numbers: Mapping[str, str],
@@ -182,7 +182,7 @@ def request(part: DensePart, bags: Bags, dense: Mapping[str, Any]) -> Any:
     )
 
 
-def test_rows_that_are_found_by_lengths_of_another_key_need_as_many_of_both(tmp_path: Path) -> None:
+def test_rows_by_lengths_of_another_key(tmp_path: Path) -> None:
     module = OfOtherIds().eval()
 
     def call(bags: Bags) -> tuple[KeyedJaggedTensor]:

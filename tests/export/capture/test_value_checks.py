@@ -171,7 +171,7 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
 @pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Returns, Keeps, Branches])
 def test_a_question_that_an_answer_hangs_on_is_refused(kind: Callable[[], Scored], tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"hangs on numbers of the request at .*test_value_checks.py, line .*torch.where"
+        ModelError, match=r"depends on numbers of the request at .*test_value_checks.py, line .*torch.where"
     ):
         export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=call_of(6))
     assert not (tmp_path / "r" / "m").exists()

@@ -91,7 +91,7 @@ def test_lengths_that_contradict_the_ids_are_left_out(tmp_path: Path) -> None:
         captured_pooling(path, FEATURES)
 
 
-def test_lines_that_are_no_requests_are_passed_over_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_plan_notes_lines_that_are_no_requests(tmp_path: Path) -> None:
     path = captured(tmp_path, (["x"], [2, 4]))
     with path.open("a") as file:
         file.write('{"at": "", "why": "", "values": [1], "lengths": [1], "traceparent": 7}\n{"at')

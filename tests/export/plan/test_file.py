@@ -109,7 +109,7 @@ def test_an_explicit_plan_that_is_not_one_is_refused_by_name(tmp_path: Path, edi
     assert not (tmp_path / "r").exists()
 
 
-def test_an_explicit_plan_that_does_not_fit_says_where_and_by_how_much(tmp_path: Path) -> None:
+def test_explicit_plan_that_does_not_fit(tmp_path: Path) -> None:
     plan = written(tmp_path, EXPLICIT).plan
     with pytest.raises(
         PlanError, match=r"rank 0 would hold 17,380 bytes, 7,380 more than its 10,000: .* 9,860 bytes of table 'user'"

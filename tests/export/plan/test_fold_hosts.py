@@ -160,7 +160,7 @@ def test_a_host_that_holds_nothing_is_left_out() -> None:
         ),
     ],
 )  # fmt: skip
-def test_blocks_are_dealt_anew_so_that_those_of_a_rank_are_neighbours(shards: Any, ranks: list[int]) -> None:
+def test_blocks_of_a_rank_become_neighbours(shards: Any, ranks: list[int]) -> None:
     """By columns, then rows. Each rank has as many blocks of a shape as before."""
     before = placed(TWO_HOSTS, ShardingType.GRID_SHARD, shards)[2]["t"]
     after = side_by_side(before)

@@ -28,7 +28,7 @@ def laid_out(**rows: int) -> list[Shard]:
     return [*with_offsets(tables, {each.name: [each.whole_shard(0)] for each in tables})]
 
 
-def test_a_large_shard_starts_at_a_huge_page_and_a_small_one_at_a_cache_line() -> None:
+def test_shards_are_aligned_by_their_size() -> None:
     shards = laid_out(first=3, large=MIB, small=5, next=MIB - 1, last=2 * MIB)
     # 192 bytes; 64 MiB; 320 bytes; 64 bytes less than 64 MiB; 128 MiB.
     expected = [0, 2 * MIB, 66 * MIB, 66 * MIB + 384, 132 * MIB]

@@ -43,7 +43,7 @@ def names_of(manifest: Manifest) -> set[str]:
     return {table.name for table in manifest.tables}
 
 
-def test_small_tables_are_in_the_router_and_hosts_hold_the_rest_without_a_file() -> None:
+def test_small_tables_are_in_the_router() -> None:
     manifest = planned(hosts(router_bytes=300_000))
     assert in_router(manifest) == {"s", "m"}
     assert [(rank.host, rank.weights_file) for rank in manifest.plan.ranks] == [

@@ -156,9 +156,7 @@ def test_what_is_data_parallel_may_be_on_the_router_s_ranks_alone(
     ],
     ids=["a host's rank", "not whole", "in pieces", "no such rank"],
 )
-def test_other_copies_than_one_for_each_rank_or_the_router_s_are_refused(
-    tmp_path: Path, shards: list[tuple[int, list[int]]], message: str
-) -> None:
+def test_partial_copies_are_refused(tmp_path: Path, shards: list[tuple[int, list[int]]], message: str) -> None:
     plan = {
         "ranks": [{"host": ROUTER}, {"host": 0}],
         "tables": {

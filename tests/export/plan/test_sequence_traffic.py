@@ -72,7 +72,7 @@ def test_a_row_travels_for_each_id(sums: OutputDtype, item_bytes: int) -> None:
     assert sum(rank.bytes_out for rank in report.ranks) == sum(to_router.values())
 
 
-def test_of_rows_cut_over_hosts_each_host_is_sent_all_lengths_and_answers_for_all_ids() -> None:
+def test_hosts_of_row_wise_tables_get_all_lengths() -> None:
     """A host answers zeros for ids that another one has, and the router adds."""
     sharding = asked("row_wise")
     found = host_traffic(plan_model(Histories(), ExportConfig(sharding=sharding)), sharding, SAMPLES)
@@ -113,7 +113,7 @@ def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: O
             assert 0 < each.bytes_out - bytes_out - to_host < 400 * (each.calls - calls)
 
 
-def test_the_router_takes_those_tables_that_save_most_by_the_rows_that_travel() -> None:
+def test_router_takes_tables_that_save_most_traffic() -> None:
     """As large as one another. 20 rows of a sample are 2,720 bytes; a sum of 30 is 252 bytes, where both are counted by
     bags, the sum would save more."""
     specs = (Spec("pooled", 1000, 32, "SUM", ("p",)),), (Spec("rows", 1000, 32, "NONE", ("r",)),)

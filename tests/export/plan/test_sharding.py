@@ -34,12 +34,12 @@ from tests.support.sharded_exports import sharded
         ),
     ],
 )
-def test_a_sharding_that_contradicts_itself_is_refused_where_it_is_made(make: Any, message: str) -> None:
+def test_contradictory_sharding_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
 
 
-def test_pooling_factors_for_other_features_than_there_are_are_refused(tmp_path: Path) -> None:
+def test_pooling_factors_of_unknown_features_are_refused(tmp_path: Path) -> None:
     expected = r"pooling_factors 'item': expected one for each of its 2 features \(item_id, recent_items\), got 3"
     with pytest.raises(ConfigurationError, match=expected):
         sharded(tmp_path, Sharding(ranks=2, pooling_factors={"item": [1.0, 2.0, 3.0]}))

@@ -83,7 +83,7 @@ def test_weights_travel_with_each_id(tmp_path: Path) -> None:
     assert weighted[0].to_host["rows"] - plain[0].to_host["rows"] == 10 * 8 * 0.25 * 4
 
 
-def test_all_ids_of_a_host_carry_weights_if_one_of_its_tables_is_weighted(tmp_path: Path) -> None:
+def test_one_weighted_table_adds_weights_to_all_ids(tmp_path: Path) -> None:
     sharding = asked(tmp_path)
     manifest = manifest_of(sharding)
     tables = [msgspec.structs.replace(each, weighted=each.name == "whole") for each in manifest.tables]

@@ -23,7 +23,7 @@ def test_bytes_are_those_of_fbgemm_s_own_op(bits: int, dtype: torch.dtype) -> No
     assert torch.equal(stored[:, :4], fused[:, -4:])
 
 
-def test_a_dim_that_cannot_be_packed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unpackable_dim_is_refused_before_writing(tmp_path: Path) -> None:
     module = collection((Spec("odd", 10, 6, "SUM", ("x",)),))
     with pytest.raises(QuantizeError, match="table 'odd': expected a dim that is a multiple of 4 for INT4, got 6"):
         export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"*": WeightDtype.INT4}))

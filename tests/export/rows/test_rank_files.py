@@ -57,9 +57,7 @@ def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
-def test_the_first_row_that_does_not_fit_is_named_whichever_thread_is_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_bad_row_is_named_with_any_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of the next table are begun before the last of a table is done."""
     monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
     module = collection()

@@ -21,7 +21,7 @@ from tests.support.models import MIXED, collection, float_tables
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 300.0])
-def test_the_smallest_dtype_within_the_limit_is_the_smallest_that_numpy_finds(tmp_path: Path, scale: float) -> None:
+def test_smallest_dtype_is_that_of_numpy(tmp_path: Path, scale: float) -> None:
     """Limits just above and just below each dtype's own error, found by storing the tables in every dtype."""
     module = collection(MIXED)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_the_smallest_dtype_within_the_limit_is_the_smallest_that_numpy_finds(tm
 @pytest.mark.parametrize(
     "dtype", [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32], ids=lambda d: d.value
 )
-def test_a_table_that_moves_exactly_as_far_as_it_may_is_within_the_limit(dtype: WeightDtype) -> None:
+def test_an_error_equal_to_the_limit_is_allowed(dtype: WeightDtype) -> None:
     """The limit is the largest error allowed. A step of the smallest kind below it, the dtype is out."""
     table = TrainedTable("t", "t", 400, 16, Pooling.SUM, False, ("x",), ("x",))
     weights = generated_checkpoint((table,))

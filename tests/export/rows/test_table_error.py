@@ -100,7 +100,7 @@ def test_the_largest_element_is_that_of_any_block_and_sign(dtype: WeightDtype, s
     assert error.largest == 50
 
 
-def test_the_bound_of_a_float_row_is_half_a_unit_of_its_own_largest_element() -> None:
+def test_bound_of_a_float_row() -> None:
     rows = np.array([[1.0, -0.5], [-1000.0, 3.0], [0.0, 0.0], [1e-7, 0.0]], np.float32)
     stored = quantize("t", 0, torch.from_numpy(rows), WeightDtype.FP16).numpy()
     bounds = rounding_bounds(rows, stored, WeightDtype.FP16)

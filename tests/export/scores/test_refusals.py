@@ -384,5 +384,5 @@ def test_an_example_with_other_samples_for_each_key_is_refused(tmp_path: Path) -
         stride_per_key_per_rank=[[2], [2], [2], [2]],
         inverse_indices=(["f0", "f1", "f2", "f3"], torch.zeros(4, 6, dtype=torch.int64)),
     )
-    with pytest.raises(ModelError, match="ids: expected as many samples for each key, as requests have"):
+    with pytest.raises(ModelError, match="ids: expected one number of samples for all keys, as in requests"):
         export_model(TakesComplex().eval(), tmp_path, "m", EXACT, example=(keyed, torch.rand(6, 1)))

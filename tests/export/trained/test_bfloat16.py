@@ -61,7 +61,7 @@ def test_bfloat16_is_stored_as_its_numbers_in_float32_are(tmp_path: Path) -> Non
     assert tbe_export("verify", str(found)).exit_code == 0
 
 
-def test_a_module_of_bfloat16_is_compared_with_itself_as_torchrec_runs_it(tmp_path: Path) -> None:
+def test_bfloat16_module_is_compared_with_torchrec(tmp_path: Path) -> None:
     module = collection(MIXED).bfloat16()
     bundle = export_model(module, tmp_path / "r", "m", FP32)
     for parity in open_bundle(bundle).manifest.parity:
@@ -85,7 +85,7 @@ def test_a_smallest_dtype_is_found_for_bfloat16(tmp_path: Path) -> None:
         assert parity.quantized.largest <= 0.02
 
 
-def test_torchrec_makes_fp16_of_data_type_bf16_and_a_checkpoint_of_bfloat16_fits_it(tmp_path: Path) -> None:
+def test_bf16_data_type_takes_a_bfloat16_checkpoint(tmp_path: Path) -> None:
     """TorchRec 1.8: EmbeddingBagCollection knows FP32 and FP16. The trained rows are in the checkpoint."""
     config = EmbeddingBagConfig(
         name="t",

@@ -238,16 +238,15 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.long
-@pytest.mark.parametrize("pooling", ["SUM", "NONE"])
-def test_a_checkpoint_that_several_processes_saved(pooling: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_several_processes_saved(tmp_path: Path) -> None:
     """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
     folder = tmp_path / "dcp"
-    run_module("tests.support.managed_collision_training", str(folder), pooling)
+    run_module("tests.support.managed_collision_training", str(folder))
     config = ExportConfig(dtype={"*": WeightDtype.FP32})
     engine = Engine.open(
-        export_model(managed_collision_training.whole(pooling), tmp_path / "r", "m", config, checkpoint=folder)
+        export_model(managed_collision_training.whole(), tmp_path / "r", "m", config, checkpoint=folder)
     )
-    module = managed_collision_training.whole(pooling)
+    module = managed_collision_training.whole()
     state = {"model": module.state_dict()}
     load(state, checkpoint_id=folder)
     raw_ids = state["model"][f"sparse.{RAW_IDS}"]

@@ -36,7 +36,7 @@ def one_row(module: nn.Module, table: str, row: int) -> npt.NDArray[np.float32]:
     return weights
 
 
-def test_every_collection_of_a_module_is_served_under_names_that_differ(tmp_path: Path) -> None:
+def test_all_collections_are_served(tmp_path: Path) -> None:
     """Nested, with a table and a feature of the same name in two of them, one of them fused, one weighted."""
     fused = FusedEmbeddingBagCollection(
         [config("same", "x")], torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu")
@@ -65,7 +65,7 @@ def test_every_collection_of_a_module_is_served_under_names_that_differ(tmp_path
     np.testing.assert_allclose(answer["z"][0], expected, rtol=1e-6)
 
 
-def test_a_key_of_several_tables_is_sent_once_and_answered_as_torchrec_does(tmp_path: Path) -> None:
+def test_a_key_of_several_tables(tmp_path: Path) -> None:
     """By the model's own KJT; the answers of a key are side by side."""
     ebc = EmbeddingBagCollection(tables=[config("a", "x", "y"), config("b", "z", "x")])
     exact = ExportConfig(dtype={"*": WeightDtype.FP32})

@@ -133,7 +133,7 @@ def save_deep(value: object, path: Path) -> None:
 @pytest.mark.usefixtures("processes")
 @pytest.mark.filterwarnings("ignore")  # torch's, about some kinds of tensors
 @pytest.mark.parametrize("name", BESIDE)
-def test_what_is_beside_the_weights_is_skipped_and_named_where_it_is_needed(tmp_path: Path, name: str) -> None:
+def test_objects_beside_weights_are_skipped(tmp_path: Path, name: str) -> None:
     make, message = BESIDE[name]
     module, state = collection(), collection().state_dict()
     save_deep({"model": state, "beside": make()}, tmp_path / "w.pt")
@@ -175,9 +175,7 @@ def other_zip(path: Path) -> None:
     ],
     ids=["TorchScript", "legacy", "zip", "module", "text", "empty"],
 )
-def test_what_is_no_checkpoint_is_refused_in_one_line_that_advises_no_code(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path: Path, write: Callable[[Path], None], message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write(tmp_path / "w.pt")
