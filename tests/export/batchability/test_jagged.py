@@ -48,8 +48,8 @@ class OfRows(nn.Module):
 
 
 def padded(rows: Tensor, of: JaggedTensor, longest: Any = LONGEST) -> Tensor:
-    found: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(rows, [of.offsets()], [longest], 0.0)
-    return found
+    answer: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(rows, [of.offsets()], [longest], 0.0)
+    return answer
 
 
 def total(rows: Tensor, of: JaggedTensor) -> Tensor:
@@ -285,9 +285,9 @@ def test_samples_meet_or_not_and_never_in_silence(tmp_path: Path, make: Callable
         assert part is not None
         assert part.mixes_samples == (make in MEETING), part.mixed_by
         requests = [example(seed, samples) for seed, samples in enumerate((3, 1, 40, 2, 90, 8))]
-        features = [request_of_call(module, (each,))[0] for each in requests]
-        tensors = [encode(each, outputs=["scores"]) for each in features]
-        together = engine.answer([accept(engine.schema, each) for each in tensors]).outcomes()
+        features = [request_of_call(module, (request,))[0] for request in requests]
+        tensors = [encode(feature, outputs=["scores"]) for feature in features]
+        together = engine.answer([accept(engine.schema, tensor) for tensor in tensors]).outcomes()
         for given, asking, merged in zip(requests, features, together, strict=True):
             right = answer_of_call(module, (given,))
             assert_close(engine.score(asking), right)

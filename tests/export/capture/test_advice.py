@@ -37,16 +37,16 @@ class LoopOverSamples(Rows):
 class LoopOverRows(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         padded = self.rows(ids)["seen"].to_padded_dense(LONGEST)
-        return torch.stack([self.top(each.sum(0)) for each in padded])
+        return torch.stack([self.top(value.sum(0)) for value in padded])
 
 
 class LoopOverLengths(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen, first, found = self.rows(ids)["seen"], 0, []
+        seen, first, result = self.rows(ids)["seen"], 0, []
         for length in seen.lengths().tolist():
-            found.append(seen.values()[first : first + length].sum(0))
+            result.append(seen.values()[first : first + length].sum(0))
             first += length
-        answer: Tensor = self.top(torch.stack(found))
+        answer: Tensor = self.top(torch.stack(result))
         return answer
 
 
@@ -218,11 +218,11 @@ def bags_of(samples: int, seed: int = 0) -> list[list[int]]:
 
 def call_of(kind: type[Rows], bags: list[list[int]]) -> dict[str, Any]:
     """The arguments that a forward takes."""
-    values = torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
+    values = torch.tensor([value for bag in bags for value in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
     times = values.float().sqrt()
     tokens = [bag[: 1 + number % 3] * 2 for number, bag in enumerate(bags)]
-    both = [each for bag in (*bags, *tokens) for each in bag]
+    both = [value for bag in (*bags, *tokens) for value in bag]
     of_both = torch.tensor([len(bag) for bag in (*bags, *tokens)], dtype=torch.int32)
     every = {
         "ids": KeyedJaggedTensor(["seen"], values, lengths=lengths),

@@ -30,7 +30,7 @@ LONG = [[1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9], [5, 1, 2, 3, 4], [5, 6, 7, 8, 9, 1]
 
 
 def keyed(**bags: list[list[int]]) -> KeyedJaggedTensor:
-    values = torch.tensor([each for bag in bags.values() for sample in bag for each in sample], dtype=torch.int64)
+    values = torch.tensor([value for bag in bags.values() for sample in bag for value in sample], dtype=torch.int64)
     lengths = torch.tensor([len(sample) for bag in bags.values() for sample in bag], dtype=torch.int32)
     return KeyedJaggedTensor(list(bags), values, lengths=lengths)
 
@@ -178,7 +178,7 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     "A forward that changes with the number of ids, over time or with padding is refused at export with its line"
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("kind", "example", "why"), [pytest.param(*each, id=each[0].__name__) for each in WRONG])
+@pytest.mark.parametrize(("kind", "example", "why"), [pytest.param(*case, id=case[0].__name__) for case in WRONG])
 def test_what_is_otherwise_for_other_requests_is_refused(
     kind: type[Any], example: tuple[Any, ...], why: str, tmp_path: Path
 ) -> None:
@@ -202,10 +202,10 @@ def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> No
         assert part is not None
         assert part.mixed_by == "a step that depends on the number of ids"
     requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in asked]
-    for bags, found in zip(asked, merged_answers(bundle, requests), strict=True):
+    for bags, result in zip(asked, merged_answers(bundle, requests), strict=True):
         with torch.no_grad():
             expected = model(keyed(s=bags))
-        np.testing.assert_allclose(found["scores"], expected.numpy(), atol=1e-6)
+        np.testing.assert_allclose(result["scores"], expected.numpy(), atol=1e-6)
 
 
 class Capped(Rows):

@@ -140,5 +140,5 @@ def example(samples: int) -> KeyedJaggedTensor:
 
 def answer(model: torch.nn.Module, keyed: KeyedJaggedTensor) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(keyed)
-    return found
+        result: Tensor = model(keyed)
+    return result

@@ -153,10 +153,10 @@ def jagged_of_dict_replaced(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 
 def dict_replaced(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    found = keyed.to_dict()
+    result = keyed.to_dict()
     keyed._jt_dict = {
-        **found,
-        "user_id": JaggedTensor(found["user_id"].values() % 9, lengths=found["user_id"].lengths()),
+        **result,
+        "user_id": JaggedTensor(result["user_id"].values() % 9, lengths=result["user_id"].lengths()),
     }
     return keyed
 
@@ -241,8 +241,8 @@ def sorted_(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 
 def unique(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    found, back = keyed.values().unique(return_inverse=True)
-    return Keyed(keyed.keys(), found[back], lengths=keyed.lengths())
+    result, back = keyed.values().unique(return_inverse=True)
+    return Keyed(keyed.keys(), result[back], lengths=keyed.lengths())
 
 
 def hashed(_: Any, keyed: Keyed, *__: Any) -> Keyed:
@@ -300,9 +300,9 @@ def one_key_for_another(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 
 def by_jagged_dict(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    found = keyed.to_dict()
+    answer = keyed.to_dict()
     return Keyed.from_jt_dict(
-        {**found, "words": JaggedTensor(found["words"].values() % 9, lengths=found["words"].lengths())}
+        {**answer, "words": JaggedTensor(answer["words"].values() % 9, lengths=answer["words"].lengths())}
     )
 
 
@@ -382,7 +382,9 @@ def remembering_values(self: Any, keyed: Keyed, *_: Any) -> Keyed:
 
 
 def of_lists(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    return Keyed(keyed.keys(), torch.tensor([each % 20 for each in keyed.values().tolist()]), lengths=keyed.lengths())
+    return Keyed(
+        keyed.keys(), torch.tensor([value % 20 for value in keyed.values().tolist()]), lengths=keyed.lengths()
+    )
 
 
 def of_numpy(_: Any, keyed: Keyed, *__: Any) -> Keyed:

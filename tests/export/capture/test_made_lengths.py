@@ -130,7 +130,7 @@ class LengthsOfEach(Rows):
 
 
 def flat(bags: list[list[int]]) -> Tensor:
-    return torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
+    return torch.tensor([value for bag in bags for value in bag], dtype=torch.int64)
 
 
 def lengths_of(*columns: list[list[int]]) -> Tensor:
@@ -203,7 +203,7 @@ def test_lengths_that_a_forward_makes_are_those_of_the_request(
         part = engine.bundle.manifest.dense_part
         assert part is not None
         assert not part.mixes_samples, part.mixed_by
-        assert [{*each} for each in part.together] == ([{*KEYS}] if alike else [])
+        assert [{*group} for group in part.together] == ([{*KEYS}] if alike else [])
         requests: list[Bags] = [drawn(n, seed, alike=alike) for n, seed in ((1, 1), (1, 2), (3, 1), (9, 4))]
         requests += [{key: [[], []] for key in KEYS}, {key: [[7]] for key in KEYS}]
         expected = [answer_of_call(module, call(bags)) for bags in requests]
@@ -212,9 +212,9 @@ def test_lengths_that_a_forward_makes_are_those_of_the_request(
         merged = engine.answer(
             [accept(engine.schema, replace(encode(bags), outputs=["scores"])) for bags in requests]
         ).outcomes()
-        for found, right in zip(merged, expected, strict=True):
-            assert isinstance(found, Mapping), found
-            assert_close(found, right)
+        for result, right in zip(merged, expected, strict=True):
+            assert isinstance(result, Mapping), result
+            assert_close(result, right)
         if alike:
             check_refused(
                 engine, [{"seen": [[1, 2], [3]], "visited": [[4], [5, 6]]}, {"seen": [[1]], "visited": [[]]}]

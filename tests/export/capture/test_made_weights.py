@@ -66,12 +66,12 @@ class Scaled(Weighted):
 
 def drawn(samples: int, seed: int = 0) -> dict[str, Any]:
     random = np.random.default_rng((seed, samples))
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key in KEYS:
         lengths = random.integers(0, 5, samples, dtype=np.int32)
         ids, weights = random.integers(0, 40, lengths.sum()), random.random(lengths.sum(), np.float32)
-        found[key] = {"values": ids, "lengths": lengths, "weights": weights}
-    return found
+        result[key] = {"values": ids, "lengths": lengths, "weights": weights}
+    return result
 
 
 def call_of(features: dict[str, Any]) -> tuple[Any, ...]:
@@ -101,10 +101,10 @@ def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weight
         for features, right in zip(requests, expected, strict=True):
             assert_close(engine.score(features), right)
         tensors = [replace(encode(features, KEYS), outputs=["scores"]) for features in requests]
-        merged = engine.answer([accept(engine.schema, each) for each in tensors]).outcomes()
-        for found, right in zip(merged, expected, strict=True):
-            assert isinstance(found, Mapping), found
-            assert_close(found, right)
+        merged = engine.answer([accept(engine.schema, tensor) for tensor in tensors]).outcomes()
+        for result, right in zip(merged, expected, strict=True):
+            assert isinstance(result, Mapping), result
+            assert_close(result, right)
 
 
 @pytest.mark.parametrize("kind", [Swapped, Scaled])

@@ -32,8 +32,8 @@ Lengths = Mapping[str, list[int]]
 
 
 def padded(values: Tensor, offsets: Tensor) -> Tensor:
-    found: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [LONGEST], 0.0)
-    return found
+    answer: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [LONGEST], 0.0)
+    return answer
 
 
 # What numbers and rows of their key are made into, [B, DIM]: by the graph, one belongs to the other.
@@ -56,8 +56,8 @@ def by_softmax(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 
 def by_flat_view(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     weights = nn.functional.gelu(of.to_padded_dense(LONGEST).reshape(-1, 1)).view(-1, LONGEST)
-    found: Tensor = rows.to_padded_dense(LONGEST).transpose(1, 2) @ weights.unsqueeze(2)
-    return found.squeeze(2)
+    answer: Tensor = rows.to_padded_dense(LONGEST).transpose(1, 2) @ weights.unsqueeze(2)
+    return answer.squeeze(2)
 
 
 def by_einsum(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
@@ -71,8 +71,8 @@ def by_columns(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 
 def by_offsets_of_rows(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     by_sample: Tensor = rows.to_padded_dense(LONGEST).sum(1)
-    found: Tensor = by_sample * padded(of.values().unsqueeze(1), rows.offsets()).sum(1)
-    return found
+    answer: Tensor = by_sample * padded(of.values().unsqueeze(1), rows.offsets()).sum(1)
+    return answer
 
 
 def by_index(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
@@ -83,8 +83,8 @@ def by_index(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 def by_segment(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     sums = torch.segment_reduce(of.values(), "sum", lengths=rows.lengths().long(), unsafe=True, initial=0.0)
     by_sample: Tensor = rows.to_padded_dense(LONGEST).sum(1)
-    found: Tensor = by_sample * sums.unsqueeze(1)
-    return found
+    answer: Tensor = by_sample * sums.unsqueeze(1)
+    return answer
 
 
 def by_mean(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
@@ -95,15 +95,15 @@ def by_mean(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 # Nothing says whose they are: that the example has as many is a coincidence.
 def alone(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     by_sample: Tensor = rows.to_padded_dense(LONGEST).sum(1)
-    found: Tensor = by_sample * of.to_padded_dense(LONGEST).sum(1, keepdim=True)
-    return found
+    answer: Tensor = by_sample * of.to_padded_dense(LONGEST).sum(1, keepdim=True)
+    return answer
 
 
 def last(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     place = (of.lengths().long() - 1).clamp(min=0).unsqueeze(1)
     by_sample: Tensor = rows.to_padded_dense(LONGEST).sum(1)
-    found: Tensor = by_sample * of.to_padded_dense(LONGEST).gather(1, place)
-    return found
+    answer: Tensor = by_sample * of.to_padded_dense(LONGEST).gather(1, place)
+    return answer
 
 
 def in_another_order(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
@@ -129,8 +129,8 @@ class Shop(nn.Module):
         rows = self.rows(keyed)
         parts = [sum(rows[key].to_padded_dense(LONGEST).sum(1) for key in KEYS)]
         parts += [way(rows[key], numbers[f"of_{key}"]) for key, way in self.ways.items()]
-        found: Tensor = self.out(torch.cat(parts, 1))
-        return found
+        answer: Tensor = self.out(torch.cat(parts, 1))
+        return answer
 
 
 def call(lengths: Lengths, ways: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -179,7 +179,9 @@ def check(seed: int, folder: Path) -> bool:
     with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        assert {each.name: each.key for each in part.inputs} == {f"numbers.of_{key}": key for key in keys}
+        assert {dense_input.name: dense_input.key for dense_input in part.inputs} == {
+            f"numbers.of_{key}": key for key in keys
+        }
         for samples in (1, 2, 3, 8):
             features, dense, arguments = call(drawn(random, samples, are_equal=False), ways, samples)
             assert_close(engine.score(features, dense), answer_of_call(module, arguments))
@@ -218,8 +220,8 @@ class Both(Shop):
         rows = self.rows(keyed)
         both = sum(rows[key].to_padded_dense(LONGEST) for key in ("views", "carts"))
         prices = numbers["of_carts"].to_padded_dense(LONGEST)
-        found: Tensor = self.out((both * prices.unsqueeze(-1)).sum(1).repeat(1, 2))
-        return found
+        answer: Tensor = self.out((both * prices.unsqueeze(-1)).sum(1).repeat(1, 2))
+        return answer
 
 
 class Crossed(Shop):
@@ -228,8 +230,8 @@ class Crossed(Shop):
     def forward(self, keyed: KeyedJaggedTensor, numbers: dict[str, JaggedTensor]) -> Tensor:
         rows = self.rows(keyed)
         views = padded(numbers["of_carts"].values().unsqueeze(1), rows["views"].offsets()).sum(1)
-        found: Tensor = self.out(views.repeat(1, 2 * DIM))
-        return found
+        answer: Tensor = self.out(views.repeat(1, 2 * DIM))
+        return answer
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ RANDOM = (
 
 
 def keyed(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
-    flat = [each for column in bags.values() for bag in column for each in bag]
+    flat = [value for column in bags.values() for bag in column for value in bag]
     lengths = torch.tensor([len(bag) for column in bags.values() for bag in column], dtype=torch.int32)
     return KeyedJaggedTensor([*bags], torch.tensor(flat), lengths=lengths)
 

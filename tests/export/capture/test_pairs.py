@@ -29,7 +29,7 @@ Data = dict[str, Tensor]
 class Making(nn.Module):
     def __init__(self, make: Callable[[Data], KeyedJaggedTensor], *, weighted: bool = False) -> None:
         super().__init__()
-        specs = [replace(each, pooling="SUM") for each in POOLED] if weighted else POOLED
+        specs = [replace(spec, pooling="SUM") for spec in POOLED] if weighted else POOLED
         self.bags = collection(specs, weighted=weighted)
         self.top = nn.Linear(3 * DIM, 2)
         self.make = make
@@ -152,11 +152,11 @@ def data_of(samples: int, seed: int, most: int = 4, same: int | None = None) -> 
     random = np.random.default_rng(seed)
     least, most = (0, most) if same is None else (same, same)
     keyed = ids(random, samples, *KEYS, least=least, most=most)
-    found = {"price": numbers(random, samples, 2), "seen.lengths": torch.ones(samples, dtype=torch.int32)}
+    result = {"price": numbers(random, samples, 2), "seen.lengths": torch.ones(samples, dtype=torch.int32)}
     for key in KEYS:
-        found |= {f"{key}.values": keyed[key].values(), f"{key}.lengths": keyed[key].lengths()}
-        found[f"{key}.weights"] = numbers(random, keyed[key].values().numel())
-    return found
+        result |= {f"{key}.values": keyed[key].values(), f"{key}.lengths": keyed[key].lengths()}
+        result[f"{key}.weights"] = numbers(random, keyed[key].values().numel())
+    return result
 
 
 def compare(path: Path, module: nn.Module) -> None:
@@ -206,12 +206,12 @@ def test_a_key_with_the_lengths_of_another(tmp_path: Path) -> None:
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=(data(6, 0),))
     with Engine.open(bundle) as engine:
         price = np.ones((2, 2), np.float32)
-        (price_name,) = (each.name for each in engine.bundle.manifest.dense_part.inputs)  # type: ignore[union-attr]
+        (price_name,) = (dense_input.name for dense_input in engine.bundle.manifest.dense_part.inputs)  # type: ignore[union-attr]
         ids: dict[str, Any] = {"user_id": [[1, 2], [3]], "item_id": [[4, 5], [6]], "words": [[], [7]]}
         (scores,) = engine.score(ids, {price_name: price}).values()
         example = data(2, 1)
         for key, bags in ids.items():
-            example[f"{key}.values"] = torch.tensor([each for bag in bags for each in bag])
+            example[f"{key}.values"] = torch.tensor([value for bag in bags for value in bag])
             example[f"{key}.lengths"] = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
         example["price"] = torch.from_numpy(price)
         with torch.no_grad():
@@ -258,12 +258,12 @@ class Some(nn.Module):
 
 def test_keys_that_nothing_looks_up_are_not_brought(tmp_path: Path) -> None:
     def of(samples: int, seed: int) -> Data:
-        random, found = np.random.default_rng(seed), Data()
+        random, result = np.random.default_rng(seed), Data()
         for key in ("visited", "unused", "seen", "target"):
             lengths = torch.from_numpy(random.integers(0, 5, samples, dtype=np.int32))
             values = torch.from_numpy(random.integers(0, 30, int(lengths.sum())))
-            found |= {f"{key}.values": values, f"{key}.lengths": lengths}
-        return {**found, "seen.weights": numbers(random, len(found["seen.values"]))}
+            result |= {f"{key}.values": values, f"{key}.lengths": lengths}
+        return {**result, "seen.weights": numbers(random, len(result["seen.values"]))}
 
     module, example = Some().eval(), of(6, 0)
     example |= {f"visited.{what}": example[f"seen.{what}"].clone() for what in ("values", "lengths")}
@@ -295,7 +295,7 @@ def test_numbers_with_lengths_of_a_made_key(tmp_path: Path) -> None:
     with Engine.open(path) as engine:
         for samples in (1, 3, 40):
             data = data_of(samples, samples, most=9)
-            dense = {f"data.{each}": data[each].numpy() for each in ("price", "item_id.weights")}
+            dense = {f"data.{name}": data[name].numpy() for name in ("price", "item_id.weights")}
             with torch.no_grad():
                 assert_close(engine.score(columns(data, *KEYS), dense), {"scores": module(data).numpy()})
 
@@ -348,9 +348,9 @@ class ChangesLater(Making):
 
     def forward(self, data: Data) -> Tensor:
         keyed = self.make(data)
-        found = self.top(self.bags(keyed).values())
+        answer = self.top(self.bags(keyed).values())
         keyed.lengths().clamp_(max=1)
-        return found + data["price"]  # type: ignore[no-any-return]
+        return answer + data["price"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ Bags = Mapping[str, list[list[Any]]]
 
 
 def keyed(bags: Bags) -> KeyedJaggedTensor:
-    flat = [each for column in bags.values() for bag in column for each in bag]
+    flat = [value for column in bags.values() for bag in column for value in bag]
     lengths = torch.tensor([len(bag) for column in bags.values() for bag in column], dtype=torch.int32)
     return KeyedJaggedTensor([*bags], torch.tensor(flat), lengths=lengths)
 
 
 def jagged(bags: list[list[Any]]) -> JaggedTensor:
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
-    return JaggedTensor(torch.tensor([each for bag in bags for each in bag]), lengths=lengths)
+    return JaggedTensor(torch.tensor([value for bag in bags for value in bag]), lengths=lengths)
 
 
 def drawn(samples: int, seed: int, **lengths: Sequence[int]) -> dict[str, list[list[int]]]:
@@ -45,7 +45,7 @@ def drawn(samples: int, seed: int, **lengths: Sequence[int]) -> dict[str, list[l
     random = np.random.default_rng((seed, samples))
     counts = {key: lengths.get(key, random.integers(0, 5, samples)) for key in ("seen", "target", "visited")}
     counts |= {"times": counts["seen"], "others": counts["target"]}
-    return {key: [random.integers(1, 30, count).tolist() for count in found] for key, found in counts.items()}
+    return {key: [random.integers(1, 30, count).tolist() for count in result] for key, result in counts.items()}
 
 
 class Rows(nn.Module):
@@ -55,8 +55,8 @@ class Rows(nn.Module):
         self.rows = sequences(TABLES)
 
     def padded(self, values: Tensor, of: JaggedTensor) -> Tensor:
-        found: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(values, [of.offsets()], [LONGEST], 0.0)
-        return found.sum(dim=1)
+        answer: Tensor = torch.ops.fbgemm.jagged_to_padded_dense(values, [of.offsets()], [LONGEST], 0.0)
+        return answer.sum(dim=1)
 
 
 IDS = ("seen", "target", "visited")
@@ -81,8 +81,8 @@ class CalledAsIds(Rows):
     """A JaggedTensor argument is called like a key that is looked up."""
 
     def forward(self, keyed: KeyedJaggedTensor, target: JaggedTensor) -> Tensor:
-        found: Tensor = self.rows(keyed)["target"].values() * target.values().unsqueeze(1)
-        return found
+        answer: Tensor = self.rows(keyed)["target"].values() * target.values().unsqueeze(1)
+        return answer
 
 
 class OfOtherIds(Rows):
@@ -123,8 +123,8 @@ class OfOneOfSeveral(Rows):
         rows = self.rows(keyed)
         user = self.padded(rows["seen"].values(), rows["seen"])
         scored = rows["target"].values().sum(dim=1) * seen_price.values()
-        found: Tensor = scored + torch.repeat_interleave(user.sum(dim=1), rows["target"].lengths())
-        return found
+        answer: Tensor = scored + torch.repeat_interleave(user.sum(dim=1), rows["target"].lengths())
+        return answer
 
 
 TWO = {"seen": (2,) * 5, "target": (2,) * 5, "visited": (2,) * 5}
@@ -144,7 +144,7 @@ RIGHT: list[tuple[type[Rows], Call, dict[str, str], Mapping[str, Sequence[int]],
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "numbers", "example", "fixed"), [pytest.param(*each, id=each[0].__name__) for each in RIGHT]
+    ("kind", "call", "numbers", "example", "fixed"), [pytest.param(*case, id=case[0].__name__) for case in RIGHT]
 )
 def test_ambiguous_numbers_are_served(
     kind: type[Rows],
@@ -160,7 +160,7 @@ def test_ambiguous_numbers_are_served(
     with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        assert {each.name for each in part.inputs} == {*numbers}
+        assert {dense_input.name for dense_input in part.inputs} == {*numbers}
         assert part.together == ()
         requests, expected = [], []
         for samples in (1, 2, 3, 8):
@@ -169,16 +169,16 @@ def test_ambiguous_numbers_are_served(
             expected.append(answer_of_call(module, call(bags)))
             assert_close(engine.score({key: bags[key] for key in IDS}, dense), expected[-1])
             requests.append(request(part, bags, dense))
-        merged = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
-        for found, right in zip(merged, expected, strict=True):
-            assert isinstance(found, Mapping), found
-            assert_close(found, right)
+        merged = engine.answer([accept(engine.schema, value) for value in requests]).outcomes()
+        for result, right in zip(merged, expected, strict=True):
+            assert isinstance(result, Mapping), result
+            assert_close(result, right)
 
 
 def request(part: DensePart, bags: Bags, dense: Mapping[str, Any]) -> Any:
     encoded = encode_dense(part.inputs, dense)
     return replace(
-        encode({key: bags[key] for key in IDS}), outputs=[each.name for each in part.outputs], dense=encoded
+        encode({key: bags[key] for key in IDS}), outputs=[output.name for output in part.outputs], dense=encoded
     )
 
 
@@ -193,10 +193,10 @@ def test_rows_by_lengths_of_another_key(tmp_path: Path) -> None:
     with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        assert [{*each} for each in part.together] == [{"seen", "visited"}]
+        assert [{*group} for group in part.together] == [{"seen", "visited"}]
         bags = drawn(3, 1, seen=(2, 5, 0), visited=(2, 5, 0))
-        found = engine.score({key: bags[key] for key in IDS}, {"times": bags["times"]})
-        assert_close(found, answer_of_call(module, call(bags)))
+        result = engine.score({key: bags[key] for key in IDS}, {"times": bags["times"]})
+        assert_close(result, answer_of_call(module, call(bags)))
         fewer = {**bags, "visited": [[1], [2], []]}
         with pytest.raises(InvalidRequest, match=r"expected as many ids as '.*' has in each sample, the model puts"):
             engine.score({key: fewer[key] for key in IDS}, {"times": [1, 2]})
@@ -207,12 +207,12 @@ class OfTwo(Rows):
         rows = self.rows(one)
         times = [
             torch.ops.fbgemm.jagged_to_padded_dense(
-                each["times"].values().float().unsqueeze(1), [each["times"].offsets()], [LONGEST], 0.0
+                value["times"].values().float().unsqueeze(1), [value["times"].offsets()], [LONGEST], 0.0
             )
-            for each in (one, other)
+            for value in (one, other)
         ]
-        found: Tensor = self.padded(rows["seen"].values(), rows["seen"]) + times[0].sum(1) + times[1].sum(1)
-        return found
+        answer: Tensor = self.padded(rows["seen"].values(), rows["seen"]) + times[0].sum(1) + times[1].sum(1)
+        return answer
 
 
 class OfWeights(Rows):
@@ -244,8 +244,8 @@ class Seconds(Rows):
 
 
 def weighted(bags: Bags) -> KeyedJaggedTensor:
-    found = keyed({key: bags[key] for key in (*IDS, "times")})
-    return KeyedJaggedTensor(found.keys(), found.values(), torch.rand(len(found.values())), found.lengths())
+    answer = keyed({key: bags[key] for key in (*IDS, "times")})
+    return KeyedJaggedTensor(answer.keys(), answer.values(), torch.rand(len(answer.values())), answer.lengths())
 
 
 REFUSED: list[tuple[type[Rows], Call, str]] = [
@@ -269,7 +269,7 @@ REFUSED: list[tuple[type[Rows], Call, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "why"), [pytest.param(*each, id=each[0].__name__) for each in REFUSED])
+@pytest.mark.parametrize(("kind", "call", "why"), [pytest.param(*case, id=case[0].__name__) for case in REFUSED])
 def test_what_no_request_could_bring_is_refused_by_name(
     kind: type[Rows], call: Call, why: str, tmp_path: Path
 ) -> None:

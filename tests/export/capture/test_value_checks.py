@@ -53,8 +53,8 @@ class Checks(Scored):
     def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         pooled = self.bags(ids).values()
         assert torch.isfinite(dense).all(), "dense is not finite"
-        for each in (pooled, finite(dense)):
-            assert each.abs().max().item() < 1e12 and bool(each.isfinite().all())  # noqa: PT018  as it is written
+        for value in (pooled, finite(dense)):
+            assert value.abs().max().item() < 1e12 and bool(value.isfinite().all())  # noqa: PT018  as it is written
         if not torch.isfinite(pooled).all():
             raise ValueError("pooled is not finite")
         torch._assert(pooled.isfinite().all(), "pooled")  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def bags_of(samples: int) -> dict[str, list[list[int]]]:
 
 def call_of(samples: int) -> tuple[KeyedJaggedTensor, Tensor]:
     bags = bags_of(samples)
-    flat = torch.tensor([each for column in bags.values() for bag in column for each in bag], dtype=torch.int64)
+    flat = torch.tensor([value for column in bags.values() for bag in column for value in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for column in bags.values() for bag in column], dtype=torch.int32)
     return KeyedJaggedTensor([*bags], flat, lengths=lengths), torch.rand(samples, WIDTH)
 
@@ -164,8 +164,8 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
         )
         for samples in (1, 2, 9):
             ids, dense = call_of(samples)
-            found = engine.score(bags_of(samples), {"dense": dense.numpy()})["scores"]
-            np.testing.assert_allclose(found, module(ids, dense).numpy(), atol=1e-5)
+            result = engine.score(bags_of(samples), {"dense": dense.numpy()})["scores"]
+            np.testing.assert_allclose(result, module(ids, dense).numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Returns, Keeps, Branches])

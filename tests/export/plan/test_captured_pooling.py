@@ -51,7 +51,7 @@ def test_ids_that_come_once_are_shared_by_the_samples(tmp_path: Path) -> None:
         shared=["user", "price"],
     )
     wrong = CapturedRequest(at="", why="", features=["user", "item_id"], values=[], lengths=[], shared=["user"])
-    path.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in (line, wrong)))
+    path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in (line, wrong)))
     assert captured_pooling(path, FEATURES) == {"item_id": 1.0, "recent": 1.0, "user": 2.5, "user_bias": 2.5}
 
 
@@ -98,7 +98,7 @@ def test_plan_notes_lines_that_are_no_requests(tmp_path: Path) -> None:
     assert captured_pooling(path, (Feature(name="x", table="t"),)) == {"x": 3.0}
     sharding = Sharding(traffic=path)
     report = report_plan(plan_model(collection(SUM), ExportConfig(sharding=sharding)), sharding)
-    (note,) = (each for each in report.notes if "passed over" in each)
+    (note,) = (value for value in report.notes if "passed over" in value)
     assert note.startswith(f"{path}: lines passed over, which are no captured requests: 2; line 2: expected")
 
 

@@ -34,7 +34,7 @@ def folded(placement: Placement) -> tuple[list[int], list[tuple[int, Block, Bloc
     """The hosts, and the shards of `t` with their hosts."""
     hosts, kinds, shards = fold_hosts([table()], placement)
     assert tiling_error(kinds["t"], ROWS, DIM, shards["t"], len(hosts)) is None
-    return hosts, sorted((hosts[each.rank], each.rows, each.columns) for each in shards["t"])
+    return hosts, sorted((hosts[shard.rank], shard.rows, shard.columns) for shard in shards["t"])
 
 
 ALL: Block = (0, ROWS)
@@ -115,8 +115,8 @@ FOURTHS: list[Block] = [(0, 4), (4, 8), (8, 12), (12, 16)]
     ],
 )
 def test_neighbours_on_a_host_are_one(kind: str, shards: Any, expected: Any) -> None:
-    hosts, found = folded(placed(TWO_HOSTS, ShardingType(kind), shards))
-    assert found == expected
+    hosts, result = folded(placed(TWO_HOSTS, ShardingType(kind), shards))
+    assert result == expected
     assert hosts == [ROUTER, *sorted({host for host, _, _ in expected})]
 
 
@@ -127,8 +127,8 @@ def test_what_all_ranks_have_is_whole_in_the_router() -> None:
         [table(), table("c")], (host_of, kinds | {"c": ShardingType.DATA_PARALLEL}, shards | {"c": copies})
     )
     assert (hosts, set(new_kinds.values())) == ([ROUTER, 0], {ShardingType.TABLE_WISE})
-    assert [(each.rank, each.rows, each.columns) for each in new_shards["c"]] == [(0, ALL, WIDE)]
-    assert [each.rank for each in new_shards["t"]] == [1]
+    assert [(new_shard.rank, new_shard.rows, new_shard.columns) for new_shard in new_shards["c"]] == [(0, ALL, WIDE)]
+    assert [new_shard.rank for new_shard in new_shards["t"]] == [1]
 
 
 def test_the_router_holds_what_a_plan_gives_it() -> None:
@@ -164,9 +164,9 @@ def test_blocks_of_a_rank_become_neighbours(shards: Any, ranks: list[int]) -> No
     """By columns, then rows. Each rank has as many blocks of a shape as before."""
     before = placed(TWO_HOSTS, ShardingType.GRID_SHARD, shards)[2]["t"]
     after = side_by_side(before)
-    assert [each.rank for each in after] == ranks
-    assert {(each.rows, each.columns) for each in after} == {(each.rows, each.columns) for each in before}
-    shapes = [Counter((each.rank, each.row_count, each.width) for each in shards) for shards in (before, after)]
+    assert [value.rank for value in after] == ranks
+    assert {(value.rows, value.columns) for value in after} == {(value.rows, value.columns) for value in before}
+    shapes = [Counter((shard.rank, shard.row_count, shard.width) for shard in shards) for shards in (before, after)]
     assert shapes[0] == shapes[1]
 
 
@@ -197,12 +197,12 @@ def test_a_folded_plan_holds_each_number_once_where_it_was(placement: Placement)
     assert len(new_shards["t"]) <= len(shards["t"])
     before = hosts_of(placement)
     where = {
-        (row, column): before[each.rank]
-        for each in new_shards["t"]
-        for row in range(*each.rows)
-        for column in range(*each.columns)
+        (row, column): before[new_shard.rank]
+        for new_shard in new_shards["t"]
+        for row in range(*new_shard.rows)
+        for column in range(*new_shard.columns)
     }
-    for each in shards["t"]:
-        own = ROUTER if kinds["t"] is ShardingType.DATA_PARALLEL else host_of[each.rank]
-        assert {where[row, column] for row in range(*each.rows) for column in range(*each.columns)} == {own}
-    assert {each.rank for each in new_shards["t"]} | {0} == set(range(len(hosts)))
+    for shard in shards["t"]:
+        own = ROUTER if kinds["t"] is ShardingType.DATA_PARALLEL else host_of[shard.rank]
+        assert {where[row, column] for row in range(*shard.rows) for column in range(*shard.columns)} == {own}
+    assert {new_shard.rank for new_shard in new_shards["t"]} | {0} == set(range(len(hosts)))

@@ -30,18 +30,18 @@ def test_each_rank_is_reported_with_what_it_holds_and_can_hold(as_models: bool) 
         name: (table.rows, table.dim, table.dtype) for name, table in tables.items()
     }
     total = sum(tables[shard.table].shard_bytes(shard) for shard in manifest.plan.shards)
-    for number, (rank, found) in enumerate(zip(manifest.plan.ranks, report.ranks, strict=True)):
+    for number, (rank, result) in enumerate(zip(manifest.plan.ranks, report.ranks, strict=True)):
         shards = [shard for shard in manifest.plan.shards if shard.rank == number]
         held = {
             name: sum(tables[name].shard_bytes(shard) for shard in shards if shard.table == name)
             for name in {shard.table for shard in shards}
         }
-        assert (found.host, found.shards, found.tables) == (rank.host, len(shards), held)
-        assert found.share == pytest.approx(sum(held.values()) / total)
+        assert (result.host, result.shards, result.tables) == (rank.host, len(shards), held)
+        assert result.share == pytest.approx(sum(held.values()) / total)
         of_host = 2 << 20 if as_models else 1 << 20
-        assert found.memory_bytes == (1 << 19 if rank.host == ROUTER else of_host)
+        assert result.memory_bytes == (1 << 19 if rank.host == ROUTER else of_host)
         if rank.host == ROUTER:
-            assert (found.bytes_in, found.bytes_out) == (0, 0)
+            assert (result.bytes_in, result.bytes_out) == (0, 0)
         else:
-            assert found.bytes_in > 0
-            assert found.bytes_out > 0
+            assert result.bytes_in > 0
+            assert result.bytes_out > 0

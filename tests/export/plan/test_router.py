@@ -187,7 +187,7 @@ def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int
     assert len(in_router(manifest)) == tables
     assert report.ranks[0].bytes == stored
     assert len(report.ranks) == 5
-    assert {each.table for each in report.transfers} == names_of(manifest) - in_router(manifest)
+    assert {transfer.table for transfer in report.transfers} == names_of(manifest) - in_router(manifest)
     assert json.loads(msgspec.json.encode(report))["ranks"][0]["host"] == ROUTER
 
 

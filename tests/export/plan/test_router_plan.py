@@ -64,7 +64,7 @@ def explicit(tmp_path: Path, ranks: list[int], shards: list[tuple[int, list[int]
 
 def test_a_written_plan_names_the_router_s_ranks(tmp_path: Path) -> None:
     manifest = explicit(tmp_path, [5, ROUTER, 2], [(0, [0, 40]), (1, [40, 60]), (2, [60, 100])])
-    assert [(manifest.plan.ranks[each.rank].host, each.rows) for each in manifest.plan.shards] == [
+    assert [(manifest.plan.ranks[shard.rank].host, shard.rows) for shard in manifest.plan.shards] == [
         (1, (0, 40)),
         (ROUTER, (40, 60)),
         (0, (60, 100)),
@@ -141,7 +141,7 @@ def test_what_is_data_parallel_may_be_on_the_router_s_ranks_alone(
     }
     module = collection((Spec("s", 100, 16, "SUM", ("a",)), Spec("t", 100, 16, "SUM", ("b",))))
     manifest = planned(Sharding(plan=as_file(tmp_path, plan), hosts_as_models=as_models), module)
-    hosts = {each.table: manifest.plan.ranks[each.rank].host for each in manifest.plan.shards}
+    hosts = {shard.table: manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards}
     assert hosts == {"s": ROUTER, "t": 0}
     assert len(manifest.plan.shards) == 2
 

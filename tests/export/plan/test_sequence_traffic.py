@@ -56,9 +56,9 @@ def test_a_row_travels_for_each_id(sums: OutputDtype, item_bytes: int) -> None:
     sharding = asked("table_wise")
     manifest = plan_model(Histories(), ExportConfig(sharding=sharding))
     to_host, to_router = dict[str, float](), dict[str, float]()
-    for found in host_traffic(manifest, sharding, SAMPLES, sums).values():
-        to_host |= found.to_host
-        to_router |= found.to_router
+    for result in host_traffic(manifest, sharding, SAMPLES, sums).values():
+        to_host |= result.to_host
+        to_router |= result.to_router
     n = SAMPLES * IDS
     # The number of the row, and the length of a bag of one id.
     assert to_host == {"user": SAMPLES * (4 * 4 + 4), "film": 2 * n * (4 + 4), "shop": n * (4 + 4)}
@@ -68,18 +68,18 @@ def test_a_row_travels_for_each_id(sums: OutputDtype, item_bytes: int) -> None:
         "shop": n * 32 * item_bytes,
     }
     report = report_plan(manifest, sharding, sums)
-    assert {each.table: each.to_router_bytes for each in report.transfers} == to_router
+    assert {transfer.table: transfer.to_router_bytes for transfer in report.transfers} == to_router
     assert sum(rank.bytes_out for rank in report.ranks) == sum(to_router.values())
 
 
 def test_hosts_of_row_wise_tables_get_all_lengths() -> None:
     """A host answers zeros for ids that another one has, and the router adds."""
     sharding = asked("row_wise")
-    found = host_traffic(plan_model(Histories(), ExportConfig(sharding=sharding)), sharding, SAMPLES)
-    assert len(found) == 2
-    for each in found.values():
-        assert each.to_host["film"] == 2 * SAMPLES * IDS * (4 / 2 + 4)
-        assert each.to_router["film"] == 2 * SAMPLES * IDS * 32 * 4
+    result = host_traffic(plan_model(Histories(), ExportConfig(sharding=sharding)), sharding, SAMPLES)
+    assert len(result) == 2
+    for value in result.values():
+        assert value.to_host["film"] == 2 * SAMPLES * IDS * (4 / 2 + 4)
+        assert value.to_router["film"] == 2 * SAMPLES * IDS * 32 * 4
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: O
     router = export_hosts(tmp_path, Histories(), replace(FP32, sharding=sharding, sums_dtype=sums))
     planned = host_traffic(open_bundle(router).manifest, sharding, SAMPLES, sums)
     # Every row of a table comes as often as any other.
-    ids = [[(sample * IDS + each) % 100 for each in range(IDS)] for sample in range(SAMPLES)]
-    bags: dict[str, Any] = {"u": [each[:4] for each in ids], "seen": ids, "liked": ids, "visited": ids}
+    ids = [[(sample * IDS + index) % 100 for index in range(IDS)] for sample in range(SAMPLES)]
+    bags: dict[str, Any] = {"u": [row_id[:4] for row_id in ids], "seen": ids, "liked": ids, "visited": ids}
     with fleet(tmp_path, router) as served, Engine.open(served.bundle, served.hosts) as engine:
         counts = engine.ranks.counts
         before = {host: (each.bytes_out, each.bytes_in, each.calls) for host, each in counts.items()}
@@ -127,4 +127,4 @@ def test_router_takes_tables_that_save_most_traffic() -> None:
         pooling_factors={"pooled": 30, "rows": 20},
     )
     plan = plan_model(module, ExportConfig(sharding=sharding)).plan
-    assert {each.table for each in plan.shards if each.rank == 0} == {"rows"}
+    assert {shard.table for shard in plan.shards if shard.rank == 0} == {"rows"}

@@ -86,10 +86,10 @@ def test_weights_travel_with_each_id(tmp_path: Path) -> None:
 def test_one_weighted_table_adds_weights_to_all_ids(tmp_path: Path) -> None:
     sharding = asked(tmp_path)
     manifest = manifest_of(sharding)
-    tables = [msgspec.structs.replace(each, weighted=each.name == "whole") for each in manifest.tables]
-    found = host_traffic(msgspec.structs.replace(manifest, tables=tuple(tables)), sharding, SAMPLES)
-    assert found[0].to_host["columns"] == 10 * 3 * 8 + 10 * 4
-    assert found[1] == EXPECTED[1]
+    tables = [msgspec.structs.replace(table, weighted=table.name == "whole") for table in manifest.tables]
+    result = host_traffic(msgspec.structs.replace(manifest, tables=tuple(tables)), sharding, SAMPLES)
+    assert result[0].to_host["columns"] == 10 * 3 * 8 + 10 * 4
+    assert result[1] == EXPECTED[1]
 
 
 @pytest.mark.parametrize(("rows", "id_bytes"), [(2**31 - 1, 4), (2**31, 8)])
@@ -97,23 +97,23 @@ def test_row_numbers_beyond_int32_take_eight_bytes_on_that_host(tmp_path: Path, 
     sharding = asked(tmp_path)
     manifest = manifest_of(sharding)
     tables = tuple(
-        msgspec.structs.replace(each, rows=rows) if each.name == "whole" else each for each in manifest.tables
+        msgspec.structs.replace(table, rows=rows) if table.name == "whole" else table for table in manifest.tables
     )
     shards = tuple(
-        msgspec.structs.replace(each, rows=(0, rows)) if each.table == "whole" else each
-        for each in manifest.plan.shards
+        msgspec.structs.replace(shard, rows=(0, rows)) if shard.table == "whole" else shard
+        for shard in manifest.plan.shards
     )
     plan = msgspec.structs.replace(manifest.plan, shards=shards)
-    found = host_traffic(msgspec.structs.replace(manifest, tables=tables, plan=plan), sharding, SAMPLES)
-    assert found[0].to_host["columns"] == 10 * 3 * id_bytes + 10 * 4
-    assert found[1] == EXPECTED[1]
+    result = host_traffic(msgspec.structs.replace(manifest, tables=tables, plan=plan), sharding, SAMPLES)
+    assert result[0].to_host["columns"] == 10 * 3 * id_bytes + 10 * 4
+    assert result[1] == EXPECTED[1]
 
 
 def test_sums_in_fp16_take_half(tmp_path: Path) -> None:
     sharding = asked(tmp_path, batch_size=SAMPLES)
-    for host, found in host_traffic(manifest_of(sharding), sharding, SAMPLES, OutputDtype.FP16).items():
-        assert found.to_host == EXPECTED[host].to_host
-        assert found.to_router == {table: size / 2 for table, size in EXPECTED[host].to_router.items()}
+    for host, result in host_traffic(manifest_of(sharding), sharding, SAMPLES, OutputDtype.FP16).items():
+        assert result.to_host == EXPECTED[host].to_host
+        assert result.to_router == {table: size / 2 for table, size in EXPECTED[host].to_router.items()}
     report = report_plan(manifest_of(sharding), sharding, OutputDtype.FP16)
     assert report.transfers[0].to_router_bytes == EXPECTED[0].to_router["rows"] / 2
 
@@ -131,7 +131,7 @@ def test_measured_bags_count_as_given_ones(tmp_path: Path) -> None:
 def test_the_report_says_who_sends_what_to_whom(tmp_path: Path) -> None:
     sharding = asked(tmp_path, batch_size=SAMPLES)
     report = report_plan(manifest_of(sharding), sharding)
-    assert [(each.host, each.table, each.pattern) for each in report.transfers] == [
+    assert [(transfer.host, transfer.table, transfer.pattern) for transfer in report.transfers] == [
         (0, "rows", "reduce-scatter"),
         (0, "columns", "all-to-all"),
         (0, "whole", "all-to-all"),
@@ -139,12 +139,15 @@ def test_the_report_says_who_sends_what_to_whom(tmp_path: Path) -> None:
         (1, "columns", "all-to-all"),
         (1, "two", "all-to-all"),
     ]
-    for each in report.transfers:
-        found = EXPECTED[each.host]
-        assert (each.to_host_bytes, each.to_router_bytes) == (found.to_host[each.table], found.to_router[each.table])
+    for transfer in report.transfers:
+        result = EXPECTED[transfer.host]
+        assert (transfer.to_host_bytes, transfer.to_router_bytes) == (
+            result.to_host[transfer.table],
+            result.to_router[transfer.table],
+        )
     assert [(rank.bytes_in, rank.bytes_out) for rank in report.ranks] == [
         (0, 0),
-        *((sum(each.to_host.values()), sum(each.to_router.values())) for each in EXPECTED.values()),
+        *((sum(value.to_host.values()), sum(value.to_router.values())) for value in EXPECTED.values()),
     ]
     assert report.names == ["router", "host 0", "host 1"]
 
@@ -181,10 +184,10 @@ def test_sums_are_added_where_rows_are_cut_over_hosts(shards: Any, pattern: str)
 def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path) -> None:
     sharding = asked(tmp_path)
     router = manifest_of(sharding, weighted=True)
-    for host, found in host_traffic(router, sharding, SAMPLES).items():
+    for host, result in host_traffic(router, sharding, SAMPLES).items():
         part = part_manifest(router, host + 1, "m", OutputDtype.FP32)
         columns = sum(table.dim for table in part.feature_tables)
-        assert sum(found.to_router.values()) == SAMPLES * columns * 4
+        assert sum(result.to_router.values()) == SAMPLES * columns * 4
         no_ids = Sharding(plan=sharding.plan, hosts_as_models=True, pooling_factors={"*": 0})
         lengths = sum(host_traffic(router, no_ids, SAMPLES)[host].to_host.values())
         assert lengths == SAMPLES * len(part.features) * 4
@@ -198,8 +201,8 @@ def test_a_shard_is_sent_its_part_of_the_ids_and_all_lengths(weighted: bool) -> 
     manifest = plan_model(
         collection((Spec("t", 100, 16, "SUM", ("a", "b")),), weighted=weighted), ExportConfig(sharding=sharding)
     )
-    found = [*shard_traffic(manifest, sharding, 10)]
-    assert len(found) == 4
-    for shard, sent, answered in found:
+    result = [*shard_traffic(manifest, sharding, 10)]
+    assert len(result) == 4
+    for shard, sent, answered in result:
         assert sent == 2 * 10 * 5 * shard.row_count / 100 * (12 if weighted else 8) + 2 * 10 * 8
         assert answered == 2 * 10 * 16 * 4

@@ -18,9 +18,9 @@ def test_codes_are_unpacked_as_numpy_does(dtype: WeightDtype, rows: int, dim: in
     numbers = torch.randn(rows, dim, generator=torch.Generator().manual_seed(dim))
     stored = quantize("t", 0, numbers, dtype).numpy()
     halves = torch.from_numpy(scales_and_biases_of(stored))
-    found = torch.full((rows, dim), float("nan"))
-    unpack(torch.from_numpy(stored[:, 4:]), dtype.format.bits, halves.float(), found)
-    np.testing.assert_array_equal(found.numpy(), dtype.format.dequantize(stored))
+    result = torch.full((rows, dim), float("nan"))
+    unpack(torch.from_numpy(stored[:, 4:]), dtype.format.bits, halves.float(), result)
+    np.testing.assert_array_equal(result.numpy(), dtype.format.dequantize(stored))
 
 
 @pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)

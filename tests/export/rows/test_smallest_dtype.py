@@ -51,13 +51,13 @@ def test_an_error_equal_to_the_limit_is_allowed(dtype: WeightDtype) -> None:
     table = TrainedTable("t", "t", 400, 16, Pooling.SUM, False, ("x",), ("x",))
     weights = generated_checkpoint((table,))
     rows = weights.rows(table, 0, 400)
-    narrower = [each for each in WeightDtype if each.format.bits < dtype.format.bits]
+    narrower = [value for value in WeightDtype if value.format.bits < dtype.format.bits]
 
     def error(stored: WeightDtype) -> float:
         return float(np.abs(rows.numpy() - stored.format.dequantize(quantize("t", 0, rows, stored).numpy())).max())
 
     limit = error(dtype)
-    assert all(error(each) > limit for each in narrower)
+    assert all(error(value) > limit for value in narrower)
     assert smallest_dtype(table, weights, limit, lambda _: None) is dtype
     assert smallest_dtype(table, weights, math.nextafter(limit, 0), lambda _: None) is not dtype
 

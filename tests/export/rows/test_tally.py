@@ -26,8 +26,8 @@ _NAN, _INF = float("nan"), float("inf")
     ],
 )
 def test_what_is_alike_and_not_finite_does_not_count(a: float, b: float, expected: tuple[float, float]) -> None:
-    found = finite(np.array([[3.0, a]]), np.array([[4.0, b]]))
-    np.testing.assert_array_equal(found, [[[3.0, expected[0]]], [[4.0, expected[1]]]])
+    result = finite(np.array([[3.0, a]]), np.array([[4.0, b]]))
+    np.testing.assert_array_equal(result, [[[3.0, expected[0]]], [[4.0, expected[1]]]])
 
 
 @pytest.mark.parametrize("first", [0.0, 5.0])

@@ -54,11 +54,11 @@ def test_bfloat16_is_stored_as_its_numbers_in_float32_are(tmp_path: Path) -> Non
     with torch.device("meta"):
         empty = collection()
     for config in (MIXED_CONFIG, ExportConfig(dtype={"*": WeightDtype.FP32}, sharding=Sharding(ranks=2))):
-        found = export_model(empty, tmp_path / "r", "m", config, checkpoint=checkpoint)
+        result = export_model(empty, tmp_path / "r", "m", config, checkpoint=checkpoint)
         expected = export_model(collection().bfloat16().float(), tmp_path / "r", "m", config)
-        for name in open_bundle(found).manifest.weights_files:
-            assert (found / name).read_bytes() == (expected / name).read_bytes()
-    assert tbe_export("verify", str(found)).exit_code == 0
+        for name in open_bundle(result).manifest.weights_files:
+            assert (result / name).read_bytes() == (expected / name).read_bytes()
+    assert tbe_export("verify", str(result)).exit_code == 0
 
 
 def test_bfloat16_module_is_compared_with_torchrec(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_bfloat16_module_is_compared_with_torchrec(tmp_path: Path) -> None:
         assert 0 < parity.trained.largest < 1
 
     bags = random_bags(np.random.default_rng(0), MIXED, 40)
-    values, lengths = (torch.from_numpy(each) for each in flat(bags))
+    values, lengths = (torch.from_numpy(value) for value in flat(bags))
     kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), values, lengths)
-    narrow, wide = (each(kjt).to_dict() for each in (module, collection(MIXED).bfloat16().float()))
+    narrow, wide = (value(kjt).to_dict() for value in (module, collection(MIXED).bfloat16().float()))
     for name, answer in Engine.open(bundle).lookup(bags).items():
         np.testing.assert_allclose(answer, wide[name].detach(), rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(answer, narrow[name].detach(), rtol=2**-6, atol=2**-4)

@@ -30,8 +30,8 @@ def under(*prefixes: str, keys: Iterable[str] = KEYS) -> list[str]:
         ([*under("model."), *under("ema.", keys=HEAD)], "model.", 3),
         ([*KEYS, *under("teacher.", keys=HEAD)], "", 3),
         (["ebc.module.embedding_bags.t.weight", "tower._orig_mod.head.weight", "tower._orig_mod.head.bias", "head.weight"], "", 0),
-        (["_fsdp_wrapped_module.tower._fsdp_wrapped_module.head._fsdp_wrapped_module." + each for each in ("weight", "bias")]
-         + ["_fsdp_wrapped_module." + each for each in (TABLE, "head._checkpoint_wrapped_module.weight")], "_fsdp_wrapped_module.", 0),
+        (["_fsdp_wrapped_module.tower._fsdp_wrapped_module.head._fsdp_wrapped_module." + value for value in ("weight", "bias")]
+         + ["_fsdp_wrapped_module." + value for value in (TABLE, "head._checkpoint_wrapped_module.weight")], "_fsdp_wrapped_module.", 0),
     ],
 )  # fmt: skip
 def test_one_prefix_that_fits_is_taken(saved: list[str], prefix: str, unused: int) -> None:

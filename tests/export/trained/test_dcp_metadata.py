@@ -199,7 +199,7 @@ def made_up(random: random.Random, harmed: Path) -> bytes:
         kind = random.randint(0, 9)
         name = named(*random.choice((*ALLOWED, *ALLOWED, *HARMFUL, ("planted", "touched"))))
         argument = text(f"touch {harmed}") + b"\x85"
-        call = operation(random, random.choice([each for each in pickletools.opcodes if each.name in CALLING]))
+        call = operation(random, random.choice([opcode for opcode in pickletools.opcodes if opcode.name in CALLING]))
         if kind < 7:
             parts.append((name, argument, call, name + argument + call, name + argument + b"R")[kind % 5])
         else:
@@ -276,10 +276,10 @@ def test_a_real_checkpoint_still_reads(checkpoint: Path) -> None:
 def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 3.11.4, such as Debian 12's own, a member of an enumeration is pickled as a call of getattr."""
     content = (checkpoint / ".metadata").read_bytes()
-    found, tables = pickle.loads(content), open_folder(checkpoint)
+    result, tables = pickle.loads(content), open_folder(checkpoint)
     encoding = metadata._MEM_FORMAT_ENCODING
     monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, _: (getattr, (encoding, self.name)))
-    older = pickle.dumps(found, 4)
+    older = pickle.dumps(result, 4)
     assert b"getattr" in older
     (checkpoint / ".metadata").write_bytes(older)
     try:
@@ -290,12 +290,12 @@ def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monk
 
 
 def test_a_chunk_is_not_read_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
-    found = pickle.loads((checkpoint / ".metadata").read_bytes())
-    (data,) = {info.relative_path for info in found.storage_data.values()}
+    result = pickle.loads((checkpoint / ".metadata").read_bytes())
+    (data,) = {info.relative_path for info in result.storage_data.values()}
     for place in (f"../{checkpoint.name}/{data}", str(checkpoint / data), "pipe"):
-        for info in found.storage_data.values():
+        for info in result.storage_data.values():
             info.relative_path = place
-        folder = write(tmp_path / "c", pickle.dumps(found))
+        folder = write(tmp_path / "c", pickle.dumps(result))
         if place == "pipe":
             os.mkfifo(folder / place)
         with pytest.raises(CheckpointError, match=r"expected a plain chunk|pipe: cannot be opened"):

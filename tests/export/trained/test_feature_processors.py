@@ -54,7 +54,9 @@ def test_every_kind_of_checkpoint_has_position_weights(
     for table in trained.tables:
         checkpoint.check(table)
         assert table.position_weights is not None
-        assert [each.count for each in table.position_weights] == [LONGEST[key] for key in table.keys]
+        assert [position_weight.count for position_weight in table.position_weights] == [
+            LONGEST[key] for key in table.keys
+        ]
         for weights in table.position_weights:
             assert weights.key is not None
             expected = state[weights.key].bfloat16().float() if saved is save_bfloat16 else state[weights.key]
@@ -65,12 +67,12 @@ def test_a_checkpoint_is_exported_and_verified_as_the_module_is(tmp_path: Path) 
     checkpoint = save_state(positioned().state_dict(), tmp_path)
     with torch.device("meta"):
         empty = positioned()
-    found = export_model(empty, tmp_path / "r", "m", checkpoint=checkpoint)
+    result = export_model(empty, tmp_path / "r", "m", checkpoint=checkpoint)
     expected = export_model(positioned(), tmp_path / "r", "m")
-    assert open_bundle(found).manifest.features == open_bundle(expected).manifest.features
-    assert all(each.position_weights for each in open_bundle(found).manifest.features)
+    assert open_bundle(result).manifest.features == open_bundle(expected).manifest.features
+    assert all(feature.position_weights for feature in open_bundle(result).manifest.features)
     assert plan_model(empty, ExportConfig()).requires == (Capability.POSITION_WEIGHTS,)
-    verify = ("verify", str(found), "--model", "tests.support.position_weights:by_module", "--checkpoint")
+    verify = ("verify", str(result), "--model", "tests.support.position_weights:by_module", "--checkpoint")
     assert tbe_export(*verify, str(checkpoint)).exit_code == 0
     state = positioned().state_dict()
     state["_feature_processors.words.position_weight"][3] += 1

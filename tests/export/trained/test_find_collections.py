@@ -189,9 +189,9 @@ def test_what_is_around_collections_is_left_out_and_named(
 ) -> None:
     module = build()
     training = {part for part in module.modules() if part.training}
-    found = find_collections(module)
-    assert list(found.collections) == collections
-    assert set(left_out) <= set(found.left_out)
+    result = find_collections(module)
+    assert list(result.collections) == collections
+    assert set(left_out) <= set(result.left_out)
     assert {part for part in module.modules() if part.training} == training
 
 

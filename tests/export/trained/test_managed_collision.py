@@ -70,11 +70,11 @@ def test_a_checkpoint_is_exported_as_the_module_is(
     module = managed(specs)
     expected = export_model(module, tmp_path / "module", "m")
     checkpoint = saved(module.state_dict(), tmp_path)
-    found = export_model(untrained(specs), tmp_path / "r", "m", checkpoint=checkpoint)
-    manifest = open_bundle(found).manifest
+    result = export_model(untrained(specs), tmp_path / "r", "m", checkpoint=checkpoint)
+    manifest = open_bundle(result).manifest
     assert manifest.tables == open_bundle(expected).manifest.tables
     for name in (IDS, "weights.0.bin"):
-        assert (found / name).read_bytes() == (expected / name).read_bytes()
+        assert (result / name).read_bytes() == (expected / name).read_bytes()
 
 
 def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expected: Path) -> None:
@@ -83,12 +83,12 @@ def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expect
     order = torch.randperm(48)
     state |= {key: state[key][order] for key in (RAW_IDS, SLOTS)}
     state.pop(BUCKETS)  # older checkpoints have none
-    found = export_model(untrained(), tmp_path / "r", "m", checkpoint=save_state(state, tmp_path))
-    assert open_bundle(found).manifest.tables[0].id_map == open_bundle(expected).manifest.tables[0].id_map
+    result = export_model(untrained(), tmp_path / "r", "m", checkpoint=save_state(state, tmp_path))
+    assert open_bundle(result).manifest.tables[0].id_map == open_bundle(expected).manifest.tables[0].id_map
     loaded = untrained()
     loaded.load_state_dict(state, strict=False)
     theirs = export_model(loaded, tmp_path / "r", "m", checkpoint=None)
-    assert (found / IDS).read_bytes() == (theirs / IDS).read_bytes()
+    assert (result / IDS).read_bytes() == (theirs / IDS).read_bytes()
 
 
 def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:

@@ -31,13 +31,13 @@ def test_what_a_module_keeps_on_a_gpu_is_on_the_cpu_in_a_copy() -> None:
     module: Any = to_gpu(Keeps())
     module.second.weight = module.first.weight
     module.scale, module.at = module.scale.as_subclass(OnGpu), GPU
-    found: Any = on_cpu(module)
-    assert {each.device.type for each in (*found.parameters(), *found.buffers(), found.scale)} == {"cpu"}
-    assert found.second.weight is found.first.weight
-    assert [each.requires_grad for each in (found.first.weight, found.first.bias)] == [True, False]
-    assert (found.at, found.lock) == (torch.device("cpu"), module.lock)
-    assert found.scale.tolist() == [3.0, 3.0]
-    assert {each.device for each in (*module.parameters(), *module.buffers(), module.scale)} == {GPU}
+    result: Any = on_cpu(module)
+    assert {parameter.device.type for parameter in (*result.parameters(), *result.buffers(), result.scale)} == {"cpu"}
+    assert result.second.weight is result.first.weight
+    assert [value.requires_grad for value in (result.first.weight, result.first.bias)] == [True, False]
+    assert (result.at, result.lock) == (torch.device("cpu"), module.lock)
+    assert result.scale.tolist() == [3.0, 3.0]
+    assert {parameter.device for parameter in (*module.parameters(), *module.buffers(), module.scale)} == {GPU}
     assert module.at == GPU
 
 

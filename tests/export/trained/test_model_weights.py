@@ -129,16 +129,16 @@ class Decides(nn.Module):
 def trained(kind: Callable[[int], nn.Module]) -> nn.Module:
     module = kind(3).eval()
     torch.manual_seed(5)
-    for each in module.parameters():
+    for parameter in module.parameters():
         with torch.no_grad():
-            each.copy_(torch.randn_like(each))
+            parameter.copy_(torch.randn_like(parameter))
     return module
 
 
 def answers(module: nn.Module) -> dict[str, Any]:
     with torch.no_grad():
-        found = module(kjt())
-    return {name: each.numpy() for name, each in (found if isinstance(found, dict) else {"scores": found}).items()}
+        result = module(kjt())
+    return {name: each.numpy() for name, each in (result if isinstance(result, dict) else {"scores": result}).items()}
 
 
 def served(bundle: Path) -> dict[str, Any]:

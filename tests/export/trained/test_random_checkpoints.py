@@ -141,9 +141,9 @@ def check(seed: int, folder: Path) -> str:
         return what
     assert is_own, f"{what}: served"
     with Engine.open(bundle) as engine:
-        found = engine.score(bags)["scores"]
+        result = engine.score(bags)["scores"]
     expected = answers(module, bags)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=what)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=what)
     return what
 
 
@@ -152,8 +152,8 @@ def _bare(key: str) -> str:
 
 
 def whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
+    answer: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return answer
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -73,10 +73,10 @@ def test_every_plain_tensor_is_read_exactly(tmp_path: Path, protocol: int) -> No
     state = OrderedDict(TENSORS)
     state._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
     torch.save({"model": state, 3: torch.ones(1)}, tmp_path / "w.pt", pickle_protocol=protocol)
-    found = located(tmp_path / "w.pt")
-    assert [*found] == [*(f"model.{key}" for key in TENSORS), "3"]
+    result = located(tmp_path / "w.pt")
+    assert [*result] == [*(f"model.{key}" for key in TENSORS), "3"]
     for key, tensor in TENSORS.items():
-        stored, rows = found[f"model.{key}"], tensor.reshape(tuple(tensor.shape) or (1,))
+        stored, rows = result[f"model.{key}"], tensor.reshape(tuple(tensor.shape) or (1,))
         assert (stored.shape, stored.dtype) == (tuple(rows.shape), tensor.dtype)
         for start, stop in [(0, len(rows)), (1, 2), (len(rows) // 2, len(rows))]:
             if stop <= len(rows):
