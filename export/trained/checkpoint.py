@@ -123,8 +123,7 @@ class Checkpoint:
         """
         stored = self._stored_at("weights", key)
         where, shape = f"{self._source}: weights {key!r}", tuple(like.shape)
-        if not _has_shape(stored, shape):
-            raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
+        _expect_shape(where, stored, shape)
         if _kind_of(stored.dtype) != _kind_of(like.dtype):
             raise CheckpointError(f"{where}: expected {like.dtype}, got {stored.dtype}: build the model as trained")
         numbers = stored.read(0, stored.shape[0]).reshape(shape)
@@ -146,10 +145,7 @@ class Checkpoint:
         """
         where = f"{self._source}: {what}"
         stored = self._stored_at(what, key)
-        if not _has_shape(stored, shape):
-            raise CheckpointError(f"{where}: {_other_shape(shape, stored)}")
-        if stored.dtype not in _DTYPES:
-            raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
+        _expect_floats(where, stored, shape)
         numbers = stored.read(0, stored.shape[0]).float().reshape(shape)
         if not torch.isfinite(numbers).all():
             raise CheckpointError(f"{where}: holds NaN or infinity: find out how the training made it")
@@ -166,7 +162,7 @@ class Checkpoint:
         where = f"{self._source}: {what}"
         stored = self._stored_at(what, key)
         if stored.shape not in ((size,), (size, 1)):
-            raise CheckpointError(f"{where}: {_other_shape((size,), stored)}")
+            raise _other_shape(where, stored, (size,))
         if stored.dtype is not torch.int64:
             raise CheckpointError(f"{where}: expected int64, got {stored.dtype}")
         return stored.read(0, size).reshape(size).numpy()
@@ -183,11 +179,7 @@ class Checkpoint:
                 bfloat16.
         """
         where = f"{self._source}: table {table.name!r}"
-        stored = self._stored_at(f"table {table.name!r}", table.key)
-        if stored.shape != (table.rows, table.dim):
-            raise CheckpointError(f"{where}: {_other_shape((table.rows, table.dim), stored)}")
-        if stored.dtype not in _DTYPES:
-            raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
+        _expect_floats(where, self._stored_at(f"table {table.name!r}", table.key), (table.rows, table.dim))
 
     def _stored_at(self, what: str, key: str) -> StoredTensor:
         if key not in self._stored:
@@ -195,15 +187,23 @@ class Checkpoint:
         return self._stored[key]
 
 
-def _has_shape(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has a shape. A number is stored as [1]."""
-    return stored.shape == (shape or (1,))
+def _expect_floats(where: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape, or of another dtype than those of tables."""
+    _expect_shape(where, stored, shape)
+    if stored.dtype not in _DTYPES:
+        raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
 
-def _other_shape(expected: tuple[int, ...], stored: StoredTensor) -> str:
-    """What is wrong with the shape of a stored tensor. Readers give a 0-d tensor the shape [1]."""
+def _expect_shape(where: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape. A single number is stored as [1]."""
+    if stored.shape != (shape or (1,)):
+        raise _other_shape(where, stored, shape)
+
+
+def _other_shape(where: str, stored: StoredTensor, shape: tuple[int, ...]) -> CheckpointError:
+    """The error for a tensor that should have had `shape`."""
     stored_shape = "one number" if stored.shape == (1,) else list(stored.shape)
-    return f"expected shape {list(expected)}, got {stored_shape}"
+    return CheckpointError(f"{where}: expected shape {list(shape)}, got {stored_shape}")
 
 
 def _kind_of(dtype: torch.dtype) -> str:
