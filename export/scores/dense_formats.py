@@ -168,7 +168,7 @@ def _export(module: fx.GraphModule, inputs: DenseInputs, jagged: Sequence[Jagged
         sizes = [node.meta["val"].shape[0] for node in program.graph.nodes if node.name in names]
         is_fixed = any(isinstance(size, int) for size in sizes)
         if is_fixed or guard_on_ids(sizes[0].node, symbols_of(sizes), branches.guards):
-            raise ValueError("a step that hangs on how many ids there are")
+            raise ValueError("a step that depends on the number of ids")
         for node in program.graph.nodes:
             for name in _PRIVATE_META:
                 node.meta.pop(name, None)
