@@ -131,7 +131,9 @@ def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
     assert part_of(bundle).files == ()
     assert "dense_files" not in json.loads((bundle / "manifest.json").read_text())["requires"]
     (note,) = (note for note in manifest.notes if "scores.pt2" in note)
-    assert note == "scores need TorchScript, without scores.pt2: a branch or loop (prim::If) that depends on its inputs"
+    assert (
+        note == "scores need TorchScript, without scores.pt2: a branch or loop (prim::If) that depends on its inputs"
+    )
     remove_torchscript(monkeypatch, NoTorchScript.RAISES)
     with pytest.raises(
         ModelError, match=r"Own: its forward cannot be compiled: TorchScript: RuntimeError: .*; torch.exp"
