@@ -31,6 +31,8 @@ from serving.requests.input_forms import Nulls
 from serving.requests.types import Embeddings
 
 T = TypeVar("T")
+# A call that ends with DEADLINE_EXCEEDED so much before its deadline was ended by the server.
+_EARLY_S = 0.1
 
 
 class _Client:
@@ -112,6 +114,8 @@ class _Client:
                     attempt, self._pause, connection.retries, deadline, connection.has_other_servers
                 )
             except DeadlineExceeded as error:
+                if time.monotonic() < deadline - _EARLY_S:  # a server's own deadline
+                    raise
                 limit_s = connection.timeout_s if timeout_s is None else timeout_s
                 advice = "give `timeout_s` to this call or the client, or send less at once"
                 raise DeadlineExceeded(f"{error}: the deadline was {limit_s:g} s: {advice}") from None
