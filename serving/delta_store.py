@@ -37,7 +37,7 @@ from serving.store import Store
 
 # Its time is when all was here last that the store had of a lineage.
 _READ = ".read"
-# Files that are brought at once, and bytes of one that are written at once.
+# Files that are fetched at the same time, and bytes of a file that are written at a time.
 _AT_ONCE, _BLOCK_BYTES = 8, 1 << 20
 
 
@@ -62,7 +62,7 @@ class _FileState(NamedTuple):
 
 
 class DeltaStore(Store):
-    """The deltas of models in an object store, and those of them that are here.
+    """The deltas of models in an object store, and the local copies of them.
 
     Args:
         url: such as s3://bucket/models.deltas.
@@ -93,11 +93,11 @@ class DeltaStore(Store):
             all_files: also fetch the deltas that a squashed delta replaces.
 
         Returns:
-            The names of the files that were brought or removed.
+            The names of the files that were fetched or removed.
 
         Raises:
             BundleError: a file came in part.
-            ServerUnavailable: the store cannot be reached, or lets nobody read.
+            ServerUnavailable: the store cannot be reached, or refuses access.
             ConfigurationError: the folder cannot be written to.
         """
         folder = self.folder / model / lineage
@@ -166,7 +166,7 @@ class DeltaStore(Store):
             Whether it was. False: the store has a delta of the number.
 
         Raises:
-            ServerUnavailable: the store cannot be reached, or lets nobody write.
+            ServerUnavailable: the store cannot be reached, or refuses access.
             OSError: the folder cannot be written to.
         """
         *signatures, (path, content) = files
@@ -195,7 +195,7 @@ class DeltaStore(Store):
         """The deltas of a lineage that the store has, in order.
 
         Raises:
-            ServerUnavailable: the store cannot be reached, or lets nobody read.
+            ServerUnavailable: the store cannot be reached, or refuses access.
         """
         return sorted(filter(None, map(step_of, self._listed(model, lineage, 0))))
 
@@ -203,7 +203,7 @@ class DeltaStore(Store):
         """Remove deltas and their signatures, here and in the store.
 
         Raises:
-            ServerUnavailable: the store cannot be reached, or lets nobody remove.
+            ServerUnavailable: the store cannot be reached, or refuses access.
             ConfigurationError: the folder cannot be written to.
         """
         for name in files_of(self._listed(model, lineage, 0), steps):

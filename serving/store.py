@@ -86,7 +86,7 @@ class Store:
             return {entry["path"]: f"{entry['e_tag']} {entry['last_modified']}" for entry in entries}
 
     def release(self, model: str) -> Release | None:
-        """The release of a model. None: there is none. No signature is looked at.
+        """The release of a model, or None. Its signature is not checked.
 
         Raises:
             BundleError: it is no release.
@@ -101,16 +101,16 @@ class Store:
     def pull(self, model: str, version: int, repository: Path, progress: Progress = lambda *_: None) -> bool:
         """Bring a version into a repository in a folder. It is there completely or not at all.
 
-        Every file is compared with its digest. What was interrupted goes on where it stopped. Of several processes
+        Every file is compared with its digest. An interrupted copy resumes where it stopped. Of several processes
         that bring a version into one folder, one does, and the others wait for it.
 
         Returns:
-            Whether it was brought. False: it was there.
+            Whether it was fetched. False: it was already complete.
 
         Raises:
             ConfigurationError: the store has no such version.
             BundleError: a file is not what the manifest says, or another bundle is there under the number.
-            ServerUnavailable: the store cannot be reached, or lets nobody read.
+            ServerUnavailable: the store cannot be reached, or refuses access.
             OSError: the repository cannot be written to.
         """
         name = f"{model}/{version}"
@@ -165,7 +165,7 @@ class Store:
         )
 
     def _bring(self, name: str, path: Path, expected: FileDigest, progress: Progress) -> None:
-        """Bring a file. What is there of it was brought before."""
+        """Fetch a file, or the rest of it if an earlier fetch was interrupted."""
         for _ in range(2):
             with path.open("ab+") as file, ThreadPoolExecutor(_PARTS) as pool:
                 sha256 = hashlib.sha256()
@@ -219,7 +219,7 @@ class Store:
             make_content(repository / name, self.read(name))
 
     def read(self, name: str) -> bytes | None:
-        """A small object. None: there is none."""
+        """A small object, or None if it does not exist."""
         with self._asking(name):
             try:
                 response = self._obstore.get(self._small, name)
@@ -232,7 +232,7 @@ class Store:
                 return None
 
     def size(self, name: str) -> int | None:
-        """The bytes of an object. None: there is none."""
+        """The bytes of an object, or None if it does not exist."""
         with self._asking(name):
             try:
                 return int(self._obstore.head(self._small, name)["size"])
@@ -266,7 +266,7 @@ class Store:
             self._obstore.put(self._store, name, content, chunk_size=part_bytes, max_concurrency=_PARTS)
 
     def create(self, name: str, content: bytes) -> bytes | None:
-        """Write an object where there is none. Returns what is there then."""
+        """Write an object unless it exists. Returns the content that it then has."""
         with self._asking(name):
             try:
                 self._obstore.put(self._store, name, content, mode="create", use_multipart=False)

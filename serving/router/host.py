@@ -249,8 +249,8 @@ class Host:
     ) -> bytes | None:
         """Ask replicas, and return the first response.
 
-        An attempt goes on when another begins. It may still be answered. And gRPC notices that a connection is dead
-        only while calls are on it.
+        An attempt continues when another begins, because it may still be answered. Also, gRPC notices that a
+        connection is dead only while calls are on it.
 
         Args:
             message: a ModelInferRequest.

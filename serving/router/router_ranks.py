@@ -215,7 +215,7 @@ class RouterRanks:
         return look_up() if self._weights.live is None else self._weights.live.state.read(look_up)
 
     def _merge(self, batch: Batch, split: Split, local_sums: Tensor, results: Results) -> BatchAnswer:
-        """The answer to a batch, from the partial sums of all ranks. Those of a lost host are zeros."""
+        """The answer to a batch, from the partial sums of all ranks. A lost host's sums are zeros."""
         samples = local_sums.size(0)
         pooled = [local_sums]
         for rank in range(1, len(split.by_rank)):

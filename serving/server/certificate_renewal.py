@@ -16,7 +16,7 @@ LAST_ANSWERS_S = 3.0
 # another process got them have reached theirs, and until these are accepted on a busy machine.
 _LOOKS_S, _AGAIN_S, _REACHED_S, _ACCEPTED_S = 2.0, 60.0, 2.0, 30.0
 _MISFITS = 5  # looks at which certificate and key do not fit, until the log says so
-_FAILED = "cannot go over to the renewed certificates, and goes on with those before"
+_FAILED = "cannot switch to the renewed certificates, and keeps the previous ones"
 
 
 class CertificateRenewal:
@@ -50,7 +50,9 @@ class CertificateRenewal:
         elif now >= self._next_look and watcher.has_loaded:
             self._next_look = now + _LOOKS_S
             if self._is_due():
-                self._server.log.info("certificates were renewed: starts another", extra={"event": "renewing"})
+                self._server.log.info(
+                    "certificates were renewed: starting another tritonserver", extra={"event": "renewing"}
+                )
                 second, served = self._server.replacement(), self._served.copy()
                 self._second = second, ModelWatcher(second, served, self._recover), served
                 self._second[1].start(is_anew=True, present=self._server)

@@ -46,7 +46,7 @@ class AppliedDeltas(NamedTuple):
     Attributes:
         about: the version.
         sequence: the number of the newest delta that is applied.
-        sha256: that of its file, in hex. Empty: the rows are those of the version.
+        sha256: the digest of its file, in hex. Empty: the rows are the version's own.
         newest: the number of the newest delta that is there.
         waits_since: since when the oldest delta that is not applied is seen here, by time.monotonic. None: all are.
         rows: that were written, in all.
@@ -103,7 +103,7 @@ class DeltaService:
         # The deltas that are there, by folder, as they were when they were last listed.
         self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
-        # The lineages of which all was brought from the store.
+        # The lineages whose files were all fetched from the store.
         self._brought: set[LiveLineage] = set()
         # When each number that is not applied was seen first, by folder.
         self._first_seen: dict[Path, dict[int, float]] = {}
@@ -131,7 +131,7 @@ class DeltaService:
     ) -> Iterator[None]:
         """Bring the deltas of live models that are in a store; and in the block, those that come.
 
-        If the store cannot be reached, the log says so, and what was brought before is applied. If it never could, it
+        If the store cannot be reached, the log says so, and earlier fetched deltas are applied. If it never could, it
         is not known what there is: nothing begins.
 
         Args:
@@ -209,9 +209,9 @@ class DeltaService:
         return is_asked
 
     def _say_unread(self, error: Exception, said: str) -> str:
-        """Log why no delta can be brought, once as long as it stays the same. Returns what was said."""
+        """Log why no delta can be fetched, once until the reason changes. Returns the reason."""
         if str(error) != said:
-            self._log.warning("no new deltas can be brought: %s", error, extra={"event": "pull_failed"})
+            self._log.warning("cannot pull deltas: %s", error, extra={"event": "pull_failed"})
         return str(error)
 
     def _look(self, copies: Iterable[Path]) -> list[AppliedDeltas]:
@@ -315,7 +315,7 @@ class DeltaService:
                 if copy.stopped:
                     self._log.error("%s: %s", where, copy.stopped, extra={"event": "deltas_stopped", **fields})
                 else:
-                    self._log.info("%s: they go on", where, extra={"event": "deltas_go_on", **fields})
+                    self._log.info("%s: deltas are applied again", where, extra={"event": "deltas_go_on", **fields})
             said, next_at = self._said_applied.get(key, (None, 0.0))
             if copy.sequence != said and time.monotonic() >= next_at:
                 self._said_applied[key] = copy.sequence, time.monotonic() + _SAYS_S

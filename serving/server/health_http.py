@@ -1,7 +1,7 @@
 """The operations port: whether a server lives, whether it is ready, and its metrics, over HTTP.
 
 `/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
-nothing up and ask no model: an overload makes nobody unready. `/readyz?verbose` also names the hosts that a router
+nothing up and ask no model: overload does not change readiness. `/readyz?verbose` also names the hosts that a router
 has lost, which stays ready for what needs none of them, the models whose release is not served, and those to which no
 further delta is applied.
 `/metrics` passes on what Triton says on a Unix socket that only its own user reaches, and adds those of the server as
@@ -185,7 +185,7 @@ class _Port:
         if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):
             return HTTPStatus.UNAUTHORIZED, b"expected the token: `Authorization: Bearer TOKEN`\n"
         page = self._health.metrics()
-        with suppress(ServingError):  # tritonserver is started anew: `tbe_ready` says so
+        with suppress(ServingError):  # tritonserver is restarting: `tbe_ready` says so
             page += await asyncio.to_thread(self._scrape)
         return HTTPStatus.OK, page
 

@@ -26,7 +26,7 @@ class HealthState:
         is_stopping: whether it stops.
         last_supervised: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
         tls: the certificate that tritonserver reads as it starts. None: it has none.
-        restarts: how often tritonserver was started anew.
+        restarts: how often tritonserver was restarted.
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
         store_read: when each store that it follows was last read, Unix time, by URL.
@@ -68,7 +68,7 @@ class HealthState:
         if silent_s > _SILENT_S:
             return (
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"not alive: nobody has looked after tritonserver for {silent_s:.0f} s\n".encode(),
+                f"not alive: tritonserver has not been supervised for {silent_s:.0f} s\n".encode(),
             )
         return HTTPStatus.OK, b"alive\n"
 
@@ -89,7 +89,7 @@ class HealthState:
         """The metrics of the server as a whole, which are there while tritonserver is not."""
         is_ready = self.ready()[0] == HTTPStatus.OK
         metrics = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
-        metrics.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
+        metrics.append(("tbe_restarts_total", "counter", "Restarts of tritonserver", f"{self.restarts}"))
         if self.certificate_expires is not None:
             name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
             metrics.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))

@@ -63,7 +63,7 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Which models are on which server: those beside the router, and those of hosts by their number."""
+    """Which models are on which server: the models beside the router, and each host's models by its number."""
 
     router: str
     models: tuple[str, ...]
@@ -205,9 +205,9 @@ def _check_host(router: Bundle, host: HostBundle, keys: TrustedKeys | None) -> N
 
 
 class FleetSupervisor:
-    """Supervises the server of a router and those of its hosts as one.
+    """Supervises a router's server and its hosts' servers as one.
 
-    Each server is watched, and started anew, on a thread of its own. The main thread hears signals meanwhile.
+    Each server is watched and restarted on its own thread. The main thread receives signals meanwhile.
 
     Args:
         hosts: of the servers of the hosts.

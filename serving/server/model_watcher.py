@@ -24,7 +24,7 @@ _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
 # Seconds before a model that could not be loaded anew is loaded once more: its process may have been killed
 # meanwhile, too, or memory may be free by then.
 _PAUSES_S = (1.0, 3.0)
-# If no process of a model lives for so long while it is loaded anew, in seconds, tritonserver waits for ever: for a
+# If a model has no process for so long while it reloads, in seconds, tritonserver waits for ever: for a
 # request that it lost, or for a process that was killed as it began.
 _STUCK_S = 15.0
 
@@ -38,7 +38,7 @@ class ModelWatcher:
         recover: whether to load a model again if its process died or hangs. False: give up.
 
     Attributes:
-        failure: why it gave up: the server should be stopped. None: it goes on.
+        failure: why the watcher gave up, so that the server should be stopped. None: it continues.
         lost: why the server does not work any more: another should be started. None: it works.
         has_loaded: whether all models of `served` have been loaded.
     """
@@ -147,9 +147,9 @@ class ModelWatcher:
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # dead at two checks in a row: at one, it may be unloading
-            self._replace(model, "a process of its died")
+            self._replace(model, "a backend process died")
         self._suspects = dead - self._suspects
-        hung = self._hung(answered, control) | dict.fromkeys(self._paused(), "a process of its was paused")
+        hung = self._hung(answered, control) | dict.fromkeys(self._paused(), "a backend process was paused")
         for model in sorted(hung.keys() - loading):
             for stub in living_stubs(self._child.process.pid):
                 if stub.model == model:
@@ -176,7 +176,7 @@ class ModelWatcher:
             self._has_complained = True
             self._server.health.server_problem = "tritonserver does not answer"
             self._log.warning(
-                "cannot see its models, so one that dies will not be loaded anew: %s",
+                "cannot see its models, so a model that dies is not reloaded: %s",
                 error,
                 extra={"event": "server_silent"},
             )
@@ -213,18 +213,16 @@ class ModelWatcher:
                 reads = sum(stub.page_reads() for stub in stubs if (stub.model, stub.version) == (model, version))
                 patient = replace(control, timeout_s=check.overdue_s)
                 if check.is_overdue((answered.get((model, version)), reads), patient):
-                    hung[model] = f"it answered nobody for {check.overdue_s:g} s"
+                    hung[model] = f"it answered no request for {check.overdue_s:g} s"
         return hung
 
     def _replace(self, model: str, why: str) -> None:
         if not self._may_recover:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
-        self._log.error(
-            "model %r: %s; loading it anew", model, why, extra={"event": "model_died", **self._about(model)}
-        )
+        self._log.error("model %r: %s; reloading", model, why, extra={"event": "model_died", **self._about(model)})
         since = time.monotonic()
         self._server.note_recovery(model, why)
-        self._server.health.model_problems[model] = f"{why}; it is loaded anew"
+        self._server.health.model_problems[model] = f"{why}; reloading"
         with self._server.loading[model]:
             self._load(model, since)
         del self._server.health.model_problems[model]
@@ -259,7 +257,7 @@ class ModelWatcher:
                 if pause_s is None or self._ended.wait(pause_s):
                     raise
                 self._log.warning(
-                    "model %r: could not be loaded anew, and is loaded once more: %s",
+                    "model %r: could not be reloaded; trying once more: %s",
                     model,
                     error,
                     extra={"event": "model_not_loaded", **self._about(model)},
@@ -278,7 +276,7 @@ class ModelWatcher:
             if any(stub.process.pid not in before for stub in living):
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > _STUCK_S:
-                self.lost = f"model {model!r}: has no process {_STUCK_S:g} s after it was to be loaded anew"
+                self.lost = f"model {model!r}: has no process {_STUCK_S:g} s after its reload began"
                 return
 
     def _about(self, model: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ReleaseFile:
 
     Attributes:
         model: the model's name.
-        newest: the newest release that was read. None: there was none.
+        newest: the newest release that was read, or None.
     """
 
     def __init__(self, model: Path, keys: Path | None) -> None:
@@ -151,7 +151,7 @@ class _Followed:
         try:
             self._file.read()
         except (ServingError, OSError) as error:
-            self._say_of_file(f"release refused, {_listed(self._present)} goes on: {error}")
+            self._say_of_file(f"release refused; {_listed(self._present)} continues: {error}")
         else:
             self._say_of_file(None)
         release, now = self._file.newest, time.monotonic()
@@ -167,7 +167,7 @@ class _Followed:
             pass  # tritonserver is being started again
         except (ServingError, OSError) as error:
             self._try_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            self._say_of_loading(f"release cannot be served, {_listed(self._present)} goes on: {error}")
+            self._say_of_loading(f"release cannot be served; {_listed(self._present)} continues: {error}")
 
     def _is_due(self, server: Server, release: Release) -> bool:
         """Whether the model serves other versions than the release says, as after tritonserver was started again."""

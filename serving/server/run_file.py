@@ -67,7 +67,7 @@ class RunFile(Strict, frozen=True):
         released: the versions that release files say, by model.
         hosts: addresses of hosts in place of those in config.pbtxt, by router.
         recoveries: how often a model was loaded again or tritonserver started again.
-        last_recovery: the last of them. None: there was none.
+        last_recovery: the last recovery, or None.
         drains_until: when it stops at the latest, Unix time. None: it does not drain.
     """
 
@@ -109,7 +109,7 @@ class RunFileWriter:
         self._has_ended = False
 
     def update(self, **changes: Any) -> None:
-        """Change attributes of the content. If the file cannot be written, the server goes on without."""
+        """Change attributes of the content. If the file cannot be written, the server continues without it."""
         with self._writing, suppress(OSError, ConfigurationError):
             self.content = msgspec.structs.replace(self.content, **changes)
             if not self._has_ended:
@@ -170,7 +170,7 @@ def find_run_file(grpc: str) -> RunFile | None:
     that listens on an address of a network, if it is the only one with that port.
 
     Returns:
-        None if there is none, or if the address is no loopback address.
+        None if no server is found, or if the address is no loopback address.
     """
     host = grpc.rpartition(":")[0]
     if not is_loopback(host):
@@ -248,7 +248,7 @@ def _own_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(folder):
         raise ConfigurationError(
-            f"{folder}: expected a folder that nobody else can open (mode 700) to keep the server's key in: remove it"
+            f"{folder}: expected a folder that only its user can open (mode 700), for the server's key: remove it"
         )
 
 

@@ -26,7 +26,7 @@ class _Killed(TritonserverFailed):
 
 
 def make_ready(server: Server, models: Sequence[str], pins: Pins, timeout_s: float) -> None:
-    """Wait until `models`, which it loads by itself, are ready. Then load those that it has to be told.
+    """Wait until `models`, which tritonserver loads at its start, are ready. Then load `pins`.
 
     Triton 2.51 sometimes aborts while it loads models on a busy machine: its locks have a deadline of a second. Then
     it is started once more.
@@ -56,7 +56,7 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
     if not triton_release(triton).is_secure:
         secure = oldest_secure()
         yield (
-            f"tritonserver {triton} lacks security fixes: let nobody but this machine reach it, or run "
+            f"tritonserver {triton} lacks security fixes: allow access from this machine only, or run "
             f"{'.'.join(map(str, secure.version))} ({secure.container}) or later"
         )
     if is_open(server.regions):
@@ -99,7 +99,7 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
         how.append(f"to serve them too: tbe-serve run {shlex.quote(str(repository))} -- {options}")
     if unservable:
         how.append(
-            "Triton takes no name that is not UTF-8, nor a blank or a shell's characters in that of a Python model: "
+            "Triton accepts only UTF-8 names, and no blanks or shell characters in names of Python models: "
             f"rename {', '.join(unservable)}"
         )
     yield f"not served, because tbe-export did not make them: {', '.join(unserved)}; {'; '.join(how)}"

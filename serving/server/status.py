@@ -153,7 +153,7 @@ class Status(Strict, frozen=True):
         memory: of tritonserver itself.
         models: its models, by name.
         recoveries: how often a model was loaded again or tritonserver started again.
-        last_recovery: the last of them. None: there was none.
+        last_recovery: the last recovery, or None.
         drains_until: when it stops at the latest, Unix time. None: it does not drain.
     """
 

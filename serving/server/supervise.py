@@ -113,8 +113,8 @@ class Supervisor:
             self._follower.end()
         self._server.signal(number)
         self._renewal.signal(number)
-        # Last: a log that nobody reads may hold up whoever writes to it.
-        self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
+        # Last: a log without a reader may block its writers.
+        self._log.info("stopping: accepted requests are answered", extra={"event": "stopping"})
 
     def wait(self) -> int:
         """Watch until the server has ended and is not started again. Returns its exit code, or less than 0: a signal.
@@ -232,13 +232,13 @@ class Supervisor:
                 extra={"event": "server_died"},
             )
             return False
-        self._server.health.server_problem = f"tritonserver died ({reason}); it is started anew"
+        self._server.health.server_problem = f"tritonserver died ({reason}); restarting"
         self._server.health.model_problems.clear()
         self._server.note_recovery(None, f"tritonserver died ({reason})")
         pause = f", in {pause_s:g} s" if pause_s else ""
         count = f"{self._restarts.recent} of at most {MOST} times"
         self._log.error(
-            "tritonserver died (%s); starting it anew, %s%s", reason, count, pause, extra={"event": "server_died"}
+            "tritonserver died (%s); restarting, %s%s", reason, count, pause, extra={"event": "server_died"}
         )
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._is_told_to_stop:

@@ -66,7 +66,7 @@ class ServerTls:
 
 
 def expect_usable(path: Path) -> None:
-    """Refuse certificates that nobody would accept now.
+    """Refuse certificates that clients would reject now.
 
     Args:
         path: a PEM file with a chain, of which all have to be valid now; with authorities, of which one has to be; or

@@ -215,7 +215,7 @@ class AppliedCopy:
             step = find_step(self._folder, begun, self._state.written[begun], self._manifest, as_last=False)
             if step is None:
                 path = delta_path(self._folder, begun)
-                raise BundleError(f"{path}: was applied in part, and is gone or another by now: {_START_AGAIN}")
+                raise BundleError(f"{path}: was applied in part, and was removed or replaced since: {_START_AGAIN}")
             return step
         if time.monotonic() >= self._lists_at:
             self._lists_at = time.monotonic() + _LISTS_S
@@ -243,7 +243,7 @@ class AppliedCopy:
         step = None if self._is_other else find_step(self._folder, sequence, digest, self._manifest, as_last=True)
         if step is None:
             self._is_other = self._is_other or _identity(path) is not None
-            raise BundleError(f"{path}: was applied, and is gone or another by now: {_START_AGAIN}")
+            raise BundleError(f"{path}: was applied, and was removed or replaced since: {_START_AGAIN}")
         path = delta_path(self._folder, *step)
         self._applied = path, _identity(path)
 
@@ -258,7 +258,7 @@ class AppliedCopy:
         delta = open_delta(self._folder, step, self._manifest, keys)
         if self._state.written.get(step.sequence, delta.digest) != delta.digest:
             path = delta_path(self._folder, *step)
-            raise BundleError(f"{path}: was applied in part, and is another by now: {_START_AGAIN}")
+            raise BundleError(f"{path}: was applied in part, and was replaced since: {_START_AGAIN}")
         return delta
 
     def _apply(self, delta: Delta) -> Iterator[float]:

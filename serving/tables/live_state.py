@@ -171,7 +171,7 @@ class State:
                 if not self._numbers[self._FENCE] & 1:
                     return look_up()
             time.sleep(_LOOKS_S)  # a writer was killed; its successor comes
-        raise ServerUnavailable("rows are half written, and nothing goes on with them: is `tbe-serve run` well?")
+        raise ServerUnavailable("rows are half written, and no delta writer continues: check `tbe-serve run`")
 
     @property
     def half_written(self) -> tuple[int, int] | None:

@@ -72,7 +72,7 @@ _LOAD = "--load-model"
 _AGE = "--grpc-max-connection-age"
 # The default of --exit-timeout-secs.
 _EXIT_TIMEOUT_S = 30.0
-# After so long a client connects anew, and sees a certificate that was renewed meanwhile.
+# After so long a client connects again, and sees a certificate that was renewed meanwhile.
 RENEWAL_AGE_MS = 300_000
 
 

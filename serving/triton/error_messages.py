@@ -89,8 +89,8 @@ def load_failure(message: str, ready: Callable[[], Collection[int]]) -> str:
     match = _NOT_LOADED_VERSION.search(message)
     if match is None:
         return message
-    how = ", which serves on, cannot be loaded anew" if int(match[1]) in ready() else " cannot be loaded"
-    return f"{message[: match.start()]}version {match[1]}{how}: {message[match.end() :]}"
+    how = "cannot be reloaded, and continues to serve" if int(match[1]) in ready() else "cannot be loaded"
+    return f"{message[: match.start()]}version {match[1]} {how}: {message[match.end() :]}"
 
 
 def error_of(code: str, message: str, where: str = "", *, is_known: bool = False) -> ServingError:

@@ -101,7 +101,7 @@ class GivenUp:
 
     def line(self) -> str:
         return (
-            f"of {self.sent:,} calls given up within 20 ms tritonserver died {self.said.count('starting it anew')} times; "
+            f"of {self.sent:,} calls given up within 20 ms tritonserver died {self.said.count('; restarting, ')} times; "
             f"{self.answers} of 16 answers right afterwards, and a stop exited with {self.code}"
         )
 

@@ -175,7 +175,7 @@ def _is_ready(server: Running) -> bool:
 def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
     kinds = ["delta_writer", "model"] if seen.killed["model"] < _MOST_MODELS_KILLED else ["delta_writer"]
     what = random.choice([*kinds, *["delta_writer"] * 4])
-    if what == "model" and not _is_ready(server):  # a model that dies while it is loaded anew is given up
+    if what == "model" and not _is_ready(server):  # a model that dies while reloading is given up
         return
     with suppress(psutil.Error, ValueError):  # it has just ended, or is started
         if what == "model":

@@ -519,7 +519,7 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
             s3.process.terminate()
             s3.process.wait()
             assert server.process.stderr is not None
-            while "no new deltas can be brought" not in (first := server.process.stderr.readline()):
+            while "cannot pull deltas" not in (first := server.process.stderr.readline()):
                 pass
             time.sleep(2)
             assert (row(3), row(5)) == (2, 3)

@@ -68,7 +68,7 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
             assert weights <= memory["mapped"] < memory["share"] < memory["resident"]
         assert (model["settings"]["instances"], model["settings"]["max_busy_ms"]) == (2, 300)
         assert said["recoveries"] == 1
-        assert (said["last_recovery"]["model"], said["last_recovery"]["why"]) == ("m", "a process of its died")
+        assert (said["last_recovery"]["model"], said["last_recovery"]["why"]) == ("m", "a backend process died")
 
         table = tbe_serve("status", one.grpc)
         assert table.returncode == 0

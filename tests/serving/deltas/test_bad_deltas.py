@@ -283,7 +283,7 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
     assert (
         " INFO tbe-serve deltas_go_on: m 1: deltas are applied up to " in then
     )  # it may not be applied yet when that is seen
-    assert then.endswith(": they go on")
+    assert then.endswith(": deltas are applied again")
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
             (folder / f"{number:012d}.safetensors").unlink()
         for number in (20, 30, 40, 50):  # under the numbers 2, 3, 4 and 5
             publish_number(path, number, [3], DIM)
-        found = wait_until(copies, lambda found: "was applied, and is gone or another by now" in found.stopped)
+        found = wait_until(copies, lambda found: "was applied, and was removed or replaced since" in found.stopped)
         assert found.sequence == 4
         assert engine.rows("t", [3]).tolist() == [[4.0] * DIM]
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
@@ -370,7 +370,7 @@ def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
         publish_number(path, 1, [3], DIM)
         wait_until_applied(copies, 1)
         (tmp_path / "r.deltas").rename(tmp_path / "away")
-        wait_until(copies, lambda found: "is gone or another by now" in found.stopped)
+        wait_until(copies, lambda found: "was removed or replaced since" in found.stopped)
         (tmp_path / "away").rename(tmp_path / "r.deltas")
         publish_number(path, 2, [3], DIM)
         assert wait_until_applied(copies, 2).refused == 1

@@ -234,7 +234,7 @@ def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
         gone = begun.rename(begun.with_name("gone"))
         successor = delta_writer.AppliedCopy(LiveCopy.attach(live.path))
         successor.step()
-        said = f"{delta_path(folder_of(bundle), half)}: was applied in part, and is gone or another by now"
+        said = f"{delta_path(folder_of(bundle), half)}: was applied in part, and was removed or replaced since"
         assert live.state.stopped.startswith(said)
         gone.rename(begun)
         for _ in range(1000):
@@ -267,7 +267,7 @@ def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
         squash(bundle.parent.parent, "m")
         delta_path(folder_of(bundle), LAST + 1).unlink()
         publish_number(bundle, 200, [3], DIM)
-        assert "is gone or another by now" in wait_until(copies, lambda found: bool(found.stopped)).stopped
+        assert "was removed or replaced since" in wait_until(copies, lambda found: bool(found.stopped)).stopped
 
 
 def test_a_server_that_took_squashed_deltas_goes_on_when_they_are_removed(

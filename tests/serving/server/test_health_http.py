@@ -32,7 +32,7 @@ tbe_requests_total{model="m",version="1"} 0
 OWN = b"""# HELP tbe_ready Whether the server is ready: 1 or 0
 # TYPE tbe_ready gauge
 tbe_ready 1
-# HELP tbe_restarts_total Times tritonserver was started anew
+# HELP tbe_restarts_total Restarts of tritonserver
 # TYPE tbe_restarts_total counter
 tbe_restarts_total 0
 """
@@ -81,10 +81,10 @@ def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -
         assert asked(live) == (200, "alive\n")
         health.server_problem = None
         assert asked(ready) == (200, "ready\n")
-        health.model_problems = {"b": "a process of its died; it is loaded anew", "a": "it was paused"}
+        health.model_problems = {"b": "a backend process died; reloading", "a": "it was paused"}
         assert asked(ready) == (
             503,
-            "not ready: model 'a': it was paused\nnot ready: model 'b': a process of its died; it is loaded anew\n",
+            "not ready: model 'a': it was paused\nnot ready: model 'b': a backend process died; reloading\n",
         )
         health.model_problems.clear()
         health.is_stopping = True
@@ -95,7 +95,7 @@ def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -
 def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
     with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 61)) as address:
         status, said = asked(url_of(address, "/livez"))
-        assert (status, said[:40]) == (503, "not alive: nobody has looked after trito")
+        assert (status, said[:40]) == (503, "not alive: tritonserver has not been sup")
     with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 1)) as address:
         assert asked(url_of(address, "/livez"))[0] == 200
 
@@ -121,7 +121,7 @@ def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
     def scrape() -> bytes:
         raise ServerUnavailable("tritonserver: no answer: gone")
 
-    health = HealthState(server_problem="tritonserver died; it is started anew", restarts=2)
+    health = HealthState(server_problem="tritonserver died; restarting", restarts=2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         with operations_port(listener, health, scrape, Access()):

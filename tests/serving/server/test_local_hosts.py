@@ -115,8 +115,8 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
         assert [each for each in tritons if each.is_running()] == []
         assert process.stderr is not None
         told = process.stderr.read()
-        assert " ERROR tbe-serve server_died: host 0: tritonserver died (SIGKILL); starting it anew" in told
-        assert " ERROR tbe-serve server_died: tritonserver died (SIGKILL); starting it anew" in told
+        assert " ERROR tbe-serve server_died: host 0: tritonserver died (SIGKILL); restarting" in told
+        assert " ERROR tbe-serve server_died: tritonserver died (SIGKILL); restarting" in told
 
 
 @pytest.mark.long

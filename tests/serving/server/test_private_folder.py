@@ -32,7 +32,7 @@ def test_what_is_not_expected_is_left_out(target: Target) -> None:
 
 @pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
 def test_with_code_everywhere_a_server_runs_none_of_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the model, in the working directory and on PYTHONPATH; and where it is loaded anew."""
+    """Beside the model, in the working directory and on PYTHONPATH; and where a model is reloaded."""
     for folder in (target.newest, target.model, target.repository):
         add_code(target, folder)
     (target.newest / "model.py").write_text(target.code)

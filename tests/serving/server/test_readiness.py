@@ -47,7 +47,7 @@ def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops
 
         for process in stubs(server.triton, "m"):
             process.kill()
-        died = (503, "not ready: model 'm': a process of its died; it is loaded anew\n")
+        died = (503, "not ready: model 'm': a backend process died; reloading\n")
         until(lambda: asked(server.operations, "/readyz") == died, "it is not ready")
         assert asked(server.operations, "/livez") == LIVE
         until(lambda: asked(server.operations, "/readyz") == READY, "it is ready")

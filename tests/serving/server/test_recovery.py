@@ -87,7 +87,7 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
         assert server.process.wait(120) == 0
         assert server.process.stderr is not None
         said = server.process.stderr.read()
-    assert said.count("model 'm': a process of its died; loading it anew") == 2
+    assert said.count("model 'm': a backend process died; reloading") == 2
     assert said.count("model 'm': serves again after") == 2
     assert regions
     assert [path for path in regions if path.exists()] == []
@@ -118,7 +118,7 @@ def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
         assert server.process.wait(60) == 0
         assert server.process.stderr is not None
         said = server.process.stderr.read()
-    assert said.count("model 'm': could not be loaded anew, and is loaded once more: ") == 1
+    assert said.count("model 'm': could not be reloaded; trying once more: ") == 1
 
 
 @pytest.mark.promise("A model whose process is killed as its reload begins serves again")
@@ -157,7 +157,7 @@ def test_no_recover_ends_with_the_reason(repository: Path) -> None:
         assert server.process.wait(60) == 1
         assert server.process.stderr is not None
         said = server.process.stderr.read()
-    assert "tbe-serve: model 'm': a process of its died; stopping, as --no-recover says" in said
+    assert "tbe-serve: model 'm': a backend process died; stopping, as --no-recover says" in said
 
 
 def look_up_until_refused(client: LookupClient) -> None:

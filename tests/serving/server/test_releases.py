@@ -115,7 +115,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
         assert refused.exit_code == 1
         assert f"{model}/2/weights.0.bin: expected 800 bytes" in refused.stderr
         assert tbe_export("release", str(model), "2", "--no-verify").exit_code == 0
-        problem = f"release cannot be served, version 1 goes on: {model}/2/weights.0.bin: expected"
+        problem = f"release cannot be served; version 1 continues: {model}/2/weights.0.bin: expected"
         said.wait_for(problem)
         wait_until(lambda: 'tbe_release_failed{model="m"} 1' in page(server, "/metrics"))
         assert f"ready\nrelease: model 'm': {problem}" in page(server, "/readyz?verbose")
@@ -162,7 +162,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         second = kept()
 
         put(first)
-        said.wait_for("release refused, version 2 goes on: ")
+        said.wait_for("release refused; version 2 continues: ")
         assert len(said.of("somebody put it back")) == 1
         put(second)
         release(target.model, 1)  # not signed

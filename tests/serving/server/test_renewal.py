@@ -260,7 +260,7 @@ def test_a_process_that_dies_meanwhile_is_started_anew(repository: Path, pems: P
             wait_until(lambda: answers(client), "no answer")
         code, said = stopped(server)
         assert code == 0, said
-        assert ("cannot go over to the renewed certificates" in said) == (killed == "the second")
+        assert ("cannot switch to the renewed certificates" in said) == (killed == "the second")
         assert not any(psutil.pid_exists(each) for each in (present, second))
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pe
         assert pems.are_served(server, "first")
         code, said = stopped(server)
         assert code == 0
-        before = "cannot go over to the renewed certificates, and goes on with those before"
+        before = "cannot switch to the renewed certificates, and keeps the previous ones"
         assert said.count(f"{before}: --tls-cert {pems.folder / 'server.pem'}, --tls-key") == 1
         assert said.count(f"{before}: {pems.folder / 'server.pem'}: is not valid now: a certificate is from") == 1
         assert f"{before}: failed to load 'm'" in said

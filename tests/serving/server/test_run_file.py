@@ -51,7 +51,7 @@ def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: Run
         folder.chmod(0o755)
         assert find_run_file("127.0.0.1:8001") is None
     with (
-        pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
+        pytest.raises(ConfigurationError, match="expected a folder that only its user can open"),
         RunFileWriter(run_file).published(),
     ):
         pass
@@ -59,7 +59,7 @@ def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: Run
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     with (
-        pytest.raises(ConfigurationError, match="expected a folder that nobody else can open"),
+        pytest.raises(ConfigurationError, match="expected a folder that only its user can open"),
         RunFileWriter(run_file).published(),
     ):
         pass

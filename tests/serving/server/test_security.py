@@ -140,7 +140,7 @@ def test_the_key_is_in_no_command_line_and_no_log(closed: tuple[Server, Path]) -
     assert f"tbe-serving-key={'*' * len(server.key)}" in " ".join(process.cmdline())
     assert server.key not in log.read_text()
     assert server.warnings == (
-        "tritonserver 2.51.0 lacks security fixes: let nobody but this machine reach it, or run 2.68 (26.04) or later",
+        "tritonserver 2.51.0 lacks security fixes: allow access from this machine only, or run 2.68 (26.04) or later",
     )
 
 

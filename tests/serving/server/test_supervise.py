@@ -107,7 +107,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
         assert run_file.key not in " ".join(server.triton.cmdline())
         code, said = stopped(server)
     assert code == 0
-    assert f"tritonserver died ({number.name}); starting it anew, 1 of at most {MOST} times" in said
+    assert f"tritonserver died ({number.name}); restarting, 1 of at most {MOST} times" in said
     assert "model 'm': serves again after" in said
 
 
@@ -137,7 +137,7 @@ def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repo
         server.triton.kill()
         code, said = ended(server)
     assert code == 1
-    assert said.count("; starting it anew, ") == MOST
+    assert said.count("; restarting, ") == MOST
     assert [pause for pause in ("1", "3", "7", "15") if f"times, in {pause} s\n" not in said] == []
     reason = f"creating server: Internal - failed to stat file {repository}"
     assert f"tritonserver died again (1: {reason}), after {MOST} starts within 10 minutes" in said
@@ -160,7 +160,7 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bo
         assert not any(stub.is_running() for stub in paused)
         code, said = stopped(server)
     assert code == 0
-    assert "model 'm': a process of its was paused; loading it anew" in said
+    assert "model 'm': a backend process was paused; reloading" in said
 
 
 @pytest.mark.promise("A killed server leaves no process behind, even if `tbe-serve run` is killed with it")
@@ -209,7 +209,7 @@ def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repo
         wait_for_answer(client)
         code, said = stopped(server)
     assert code == 0
-    assert "model 'm': it answered nobody for 25 s; loading it anew" in said
+    assert "model 'm': it answered no request for 25 s; reloading" in said
 
 
 @pytest.mark.promise("A model that cannot be reloaded because its folder was deleted ends the server with the reason")
@@ -220,7 +220,7 @@ def test_a_model_whose_folder_is_gone_too_ends_the_server_with_the_reason(reposi
             stub.kill()
         code, said = ended(server)
     assert code == 1
-    assert "model 'm': a process of its died; loading it anew" in said
+    assert "model 'm': a backend process died; reloading" in said
     assert "failed to poll from model repository" in said.splitlines()[-1]
 
 

@@ -92,7 +92,7 @@ def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) 
         (tmp_path / "r" / "m" / "2" / "program.pt").unlink()
         with pytest.raises(ServingError) as refused_too:
             control.load("m", (2,))
-    assert ": version 1, which serves on, cannot be loaded anew: /" in str(refused.value)
+    assert ": version 1 cannot be reloaded, and continues to serve: /" in str(refused.value)
     assert ": version 2 cannot be loaded: /" in str(refused_too.value)
 
 
