@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from serving.server import Access, Ports, Server, run_server
 from tests.support import mutation_check
 from tests.support.deadlines import no_default_deadlines
-from tests.support.no_torchscript import NoTorchScript, remove_torchscript
+from tests.support.no_torchscript import NoTorchScript, remove_torchscript, without_torchscript
 from tests.support.process_cleanup import end_together
 from tests.support.reload_process import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
@@ -75,11 +75,19 @@ def no_torchscript(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     remove_torchscript(monkeypatch, request.param)
 
 
-@pytest.fixture(params=["torchscript", *(pytest.param(how, marks=pytest.mark.long) for how in NoTorchScript)])
-def any_torchscript(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests whose answers are the same without TorchScript. Where it is missing, they are `long`."""
-    if request.param != "torchscript":
-        remove_torchscript(monkeypatch, request.param)
+@pytest.fixture(
+    scope="module", params=["torchscript", *(pytest.param(how, marks=pytest.mark.long) for how in NoTorchScript)]
+)
+def any_torchscript(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For files whose answers are the same without TorchScript. Where it is missing, their tests are `long`.
+
+    Fixtures of the module that export or load bundles have to name it.
+    """
+    if request.param == "torchscript":
+        yield
+        return
+    with without_torchscript(request.param):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ _LARGE_WEIGHT = 1 << 14
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
-def prefer_onednn(program: torch.jit.ScriptModule) -> None:
+def prefer_onednn(program: "torch.jit.ScriptModule") -> None:
     """Have a frozen program make products of large FP32 weights by oneDNN, where the processor is AMD's.
 
     Args:
@@ -86,7 +86,7 @@ def _is_large(weight: Any) -> bool:
 
 
 @cache
-def _linear() -> torch.jit.ScriptFunction:  # type: ignore[type-arg]
+def _linear() -> "torch.jit.ScriptFunction":  # type: ignore[type-arg]
     return torch.jit.script(linear)
 
 

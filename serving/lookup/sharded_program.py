@@ -204,7 +204,7 @@ class ShardedProgram(nn.Module):
         for number, rank in enumerate(self.ranks):
             sums = rank.add_to(sums, pooled[number], features, positions)  # type: ignore[operator]
         assert sums is not None  # noqa: S101  for TorchScript: there is a rank
-        return self.to_answer(sums, offsets, features)  # type: ignore[no-any-return]
+        return self.to_answer.forward(sums, offsets, features)
 
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
@@ -217,9 +217,9 @@ class ShardedProgram(nn.Module):
             ids, lengths, weights = requests[number]
             rows = self.weights_host[number]
             # Added at once, so that the next rank's sums take the memory that this one's leave.
-            sums = rank.add_to(sums, rank(rows, ids, lengths, weights, positions), features, positions)  # type: ignore[operator]
+            sums = rank.add_to(sums, rank.forward(rows, ids, lengths, weights, positions), features, positions)  # type: ignore[operator]
         assert sums is not None  # noqa: S101
-        return self.to_answer(sums, offsets, features)  # type: ignore[no-any-return]
+        return self.to_answer.forward(sums, offsets, features)
 
 
 def _placed_segments(manifest: Manifest) -> list[list[PlacedSegment]]:

@@ -33,9 +33,11 @@ from tests.support.leak_check import without_collector
 from tests.support.long_cases import one_in
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
 
+pytestmark = pytest.mark.usefixtures("any_torchscript")
+
 
 @pytest.fixture(scope="module")
-def engine(mixed: Path) -> Engine:
+def engine(mixed: Path, any_torchscript: None) -> Engine:  # noqa: ARG001
     return Engine.open(mixed)
 
 

@@ -6,9 +6,8 @@ from enum import StrEnum
 
 import pytest
 
-# What of torch.jit compiles, saves, loads or names a program. What torchrec's own code calls stays.
-_FUNCTIONS = ("script", "trace", "freeze", "load", "save", "export")
-_NAMES = (*_FUNCTIONS, "ScriptModule", "ScriptFunction")
+# What of torch.jit compiles, saves and loads a program. What torch and torchrec themselves name of it stays.
+FUNCTIONS = ("script", "trace", "freeze", "load", "save", "export")
 
 
 class NoTorchScript(StrEnum):
@@ -25,10 +24,10 @@ def remove_torchscript(monkeypatch: pytest.MonkeyPatch, how: NoTorchScript) -> N
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("TorchScript is not supported in Python 3.14+")
 
-    for name in _NAMES:
+    for name in FUNCTIONS:
         if how is NoTorchScript.REMOVED:
             monkeypatch.delattr(torch.jit, name)
-        elif name in _FUNCTIONS:
+        else:
             monkeypatch.setattr(torch.jit, name, fail)
 
 

@@ -20,9 +20,11 @@ from tests.export.test_hosts import CONFIG, mixed
 from tests.support.hosts import MODEL, edit_manifest
 from tests.support.models import MIXED, collection
 
+pytestmark = pytest.mark.usefixtures("any_torchscript")
+
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published(tmp_path_factory: pytest.TempPathFactory, any_torchscript: None) -> Path:  # noqa: ARG001
     return export_model(mixed(), tmp_path_factory.mktemp("set") / "r", MODEL, CONFIG)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,12 +16,12 @@ from torch import nn
 
 from export import ExportConfig, OutputDtype, Sharding, export_model
 from export.parity.verify import verify
-from serving.bundle.load import digest_of, open_bundle
+from serving.bundle.load import digest_of, open_bundle, verify_digests
 from serving.bundle.manifest import MANIFEST, PROGRAM, Capability
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError
-from serving.lookup.program import ProgramForm
+from serving.lookup.program import ProgramForm, load_torchscript
 from serving.requests.answers import JaggedRows
 from serving.server import run_server
 from tests.support.bundle_reader import Reader
@@ -27,9 +29,10 @@ from tests.support.deadlines import PATIENT_S
 from tests.support.leak_check import without_collector
 from tests.support.long_cases import one_in
 from tests.support.models import MIXED, SUM, Spec, collection, flat, random_bags
-from tests.support.no_torchscript import NoTorchScript, remove_torchscript, without_torchscript
+from tests.support.no_torchscript import FUNCTIONS, NoTorchScript, remove_torchscript, without_torchscript
 from tests.support.sequence_models import POOLED, ROWS, Mixed
 from tests.support.servers import FREE, replace_model_py
+from tests.support.sharded_exports import sharded
 
 ROW_WISE = Sharding(ranks=3, types={"*": "row_wise"})
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Spec, ...], ExportConfig]] = {
@@ -162,6 +165,50 @@ def test_a_plain_program_is_freed_with_its_engine(mixed: Path, threads: int) -> 
         engine.close()
         del engine
         assert weights() is None
+
+
+def test_a_plan_with_one_rank_is_one_call_whatever_it_is_called(tmp_path: Path) -> None:
+    engine = sharded(tmp_path, Sharding(types={"*": "grid_shard"}))
+    program, _ = load_torchscript(engine.bundle)
+    assert program is not None
+    code = program.code
+    assert code.count("int_nbit_split_embedding_codegen_lookup_function") <= 1
+    assert "permute" not in code
+    assert "bucketize" not in code
+    assert "index_add" not in code
+
+
+PUBLISHED = Path(__file__).with_name("published")
+
+
+@pytest.mark.parametrize("exporter", ["torch_2_13", "torch_2_14"])
+def test_a_program_of_either_stack_is_used_and_answers_as_specified(exporter: str) -> None:
+    """Bundles of tbe-serving's first format 10, one exported by each stack. Published bundles stay readable."""
+    bundle = PUBLISHED / exporter / "1"
+    verify_digests(open_bundle(bundle))
+    engine = Engine.open(bundle)
+    assert engine.lookup_program.failure is None
+    assert engine.lookup_program.form is ProgramForm.TORCHSCRIPT
+    bags: dict[str, list[list[int]]] = {"user": [[0, 23, 9], []], "friend": [[11], [1, 1]], "word": [[10], [0, 4]]}
+    specified = Reader(bundle).lookup(bags)
+    for feature, rows in engine.lookup(bags).items():
+        np.testing.assert_allclose(rows, specified[feature], rtol=1e-6, atol=1e-6)
+    with without_torchscript():
+        plain = Engine.open(bundle)
+    assert plain.lookup_program.form is ProgramForm.PLAIN
+    assert bits(plain.lookup(bags)) == bits(engine.lookup(bags))
+
+
+def test_serving_names_nothing_of_torchscript_when_it_is_imported(mixed: Path) -> None:
+    """In a process whose torch.jit lacks the types of TorchScript from the beginning."""
+    names = (*FUNCTIONS, "ScriptModule", "ScriptFunction")
+    code = (
+        f"import serving, torch; [delattr(torch.jit, name) for name in {names!r}]; "
+        f"from serving.engine import Engine; engine = Engine.open({str(mixed)!r}); "
+        "print(engine.lookup_program.form, engine.lookup({'user_id': [[3]]})['user_id'].shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "plain (1, 16)"
 
 
 WITHOUT_TORCHSCRIPT = """

@@ -15,7 +15,7 @@ from export.plan.sharding import CHOICES
 from serving.bundle.load import weights_path
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
-from serving.lookup.program import load_program, load_torchscript
+from serving.lookup.program import load_program
 from serving.requests.accept import accept
 from serving.requests.merge import merge
 from serving.requests.types import EMBEDDINGS, Tensors
@@ -23,6 +23,8 @@ from serving.requests.validate import validate
 from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
 from tests.support.sharded_exports import sharded
+
+pytestmark = pytest.mark.usefixtures("any_torchscript")
 
 # Dims that FBGEMM can pack, ones that no block of columns divides among them.
 DIMS = {
@@ -181,14 +183,3 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
         rtol=1e-5,
         atol=1e-5,
     )
-
-
-def test_a_plan_with_one_rank_is_one_call_whatever_it_is_called(tmp_path: Path) -> None:
-    engine = sharded(tmp_path, Sharding(types={"*": "grid_shard"}))
-    program, _ = load_torchscript(engine.bundle)
-    assert program is not None
-    code = program.code
-    assert code.count("int_nbit_split_embedding_codegen_lookup_function") <= 1
-    assert "permute" not in code
-    assert "bucketize" not in code
-    assert "index_add" not in code
