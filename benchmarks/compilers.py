@@ -1,126 +1,185 @@
-"""TorchScript against AOTInductor on what follows the tables of a ranker over histories, padded and jagged.
+"""The formats of a dense part: TorchScript, an exported program, and AOTInductor, which bundles do not have.
 
-    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compilers
+    OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compilers [--aoti] [pooled] [sequences] [layers]
 
-Both compile the same graph, which `export_model(…, example=…)` cut out. AOTInductor needs a C++ compiler.
+For each model: how long a process takes until it has scored once, and calls of several numbers of samples. All
+formats compute the same graph and take turns. `--aoti` needs a C++ compiler; its code is for any x86-64-v3.
 """
 
+import json
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from itertools import cycle
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.models.dlrm import DLRM
 
 from benchmarks.measure import Result, interleave, p50, ratio_of
-from benchmarks.sequences_workload import OUTPUT, SequencesWorkload
+from benchmarks.sequences_workload import SequencesWorkload
 from export import ExportConfig, export_model
-from serving.engine import Engine
-from serving.torchscript import torchscript
+from serving.bundle.load import open_bundle
+from serving.bundle.scores import EXPORTED_SCORES
+from serving.lookup.dense_program import DenseProgram
+from serving.lookup.program import load_fbgemm
+from serving.requests.jagged_inputs import zero_jagged
+from serving.requests.schema import scoring_schema
 
-SIZES = {1: 64, 7: 32, 128: 16}
-ROUNDS = {1: 300, 7: 200, 128: 60}
-REPEATS, PAUSE_S, COLD_ROUNDS = 5, 0.005, 150
-# Instructions: those of this machine, or those that all x86-64-v3 have.
-MARCHES = {"native": ("native", None), "v3": ("x86-64-v3", 256)}
+SIZES = (1, 16, 128, 500)
+ROUNDS, REPEATS, LOADS = 30, 5, 1
+AOTI = "--aoti"
+# Ids in each bag of a sequence.
+IDS = 25
+TABLES, ROWS, DIM, WIDTH = 26, 100, 64, 13
 
 
 def main() -> None:
-    """Print what each takes, and TorchScript ÷ AOTInductor."""
+    """Print how long each format takes, and the time of each divided by that of TorchScript."""
     torch.set_num_threads(1)
-    workload = SequencesWorkload.make(SIZES)
+    load_fbgemm()
     with tempfile.TemporaryDirectory() as folder:
-        for form, model in {"padded": workload.model, "jagged": workload.jagged()}.items():
-            graphs: list[Any] = []
-            script = torch.jit.script
-
-            def record(graph: Any, *args: Any, graphs: list[Any] = graphs, script: Any = script, **named: Any) -> Any:
-                if isinstance(graph, torch.fx.GraphModule):
-                    graphs.append(graph)
-                return script(graph, *args, **named)
-
-            torch.jit.script = record  # type: ignore[assignment]
-            bundle = export_model(
-                model, Path(folder) / form, "m", ExportConfig(scores=True), example=workload.example()
-            )
-            torch.jit.script = script
-            calls = _calls(Engine.open(bundle), workload)
-            for result in _compared(form, bundle, graphs[0], calls, Path(folder)):
+        names = [name for name in sys.argv[1:] if name != AOTI]
+        for name in names or MODELS:
+            bundle = MODELS[name](Path(folder) / name)
+            for result in (*_cold(name, bundle), *_warm(name, bundle, Path(folder))):
                 print(f"{result.name}: {result.shown}", flush=True)
 
 
-def _calls(engine: Engine, workload: SequencesWorkload) -> dict[int, list[tuple[Tensor, ...]]]:
-    """What the dense part is given for the requests, by their number of samples."""
-    calls: list[tuple[Tensor, ...]] = []
-    assert engine._dense is not None
-    forward = engine._dense._forward
-
-    def forward_and_record(*inputs: Tensor) -> Any:
-        calls.append(tuple(tensor.clone() for tensor in inputs))
-        return forward(*inputs)
-
-    engine._dense._forward = forward_and_record
-    calls_by_samples = {}
-    for samples in SIZES:
-        calls.clear()
-        for tensors in workload.tensors(samples):
-            answer = engine.outputs(tensors)[OUTPUT]
-            np.testing.assert_allclose(answer, workload.eager(tensors), rtol=0, atol=0.3)
-        # Tensors that are made in inference mode cannot be traced.
-        calls_by_samples[samples] = [tuple(torch.from_numpy(tensor.numpy()) for tensor in inputs) for inputs in calls]
-    return calls_by_samples
+def _dlrm(repository: Path, tables: int, dense_layers: list[int], over_layers: list[int]) -> Path:
+    torch.manual_seed(0)
+    configs = [
+        EmbeddingBagConfig(name=f"t{n}", num_embeddings=ROWS, embedding_dim=DIM, feature_names=[f"f{n}"])
+        for n in range(tables)
+    ]
+    model: nn.Module = DLRM(EmbeddingBagCollection(tables=configs), WIDTH, [*dense_layers, DIM], [*over_layers, 1])
+    return export_model(model.eval(), repository, "m", ExportConfig(scores=True))
 
 
-def _compared(form: str, bundle: Path, graph: Any, calls: Any, folder: Path) -> Any:
-    with torchscript():
-        program = torch.jit.load(str(bundle / "scores.pt")).forward  # type: ignore[no-untyped-call]
-    candidates = {"torchscript": program}
-    example = calls[7][0]
-    dims = tuple(dict.fromkeys(range(tensor.dim() - (tensor.dim() > 1)), torch.export.Dim.AUTO) for tensor in example)
-    with torch.no_grad():
-        exported = torch.export.export(graph, example, dynamic_shapes=dims)
-    for name, (march, simdlen) in MARCHES.items():
-        torch._inductor.config.cpp.march = march
-        torch._inductor.config.cpp.simdlen = simdlen
-        torch._inductor.config.cpp.threads = 1
+def _sequences(repository: Path) -> Path:
+    workload = SequencesWorkload.make({128: 2}, ROWS)
+    return export_model(workload.model, repository, "m", ExportConfig(scores=True), example=workload.example())
+
+
+MODELS: Mapping[str, Callable[[Path], Path]] = {
+    "pooled": lambda repository: _dlrm(repository, TABLES, [512, 256], [512, 512, 256]),
+    "sequences": _sequences,
+    "layers": lambda repository: _dlrm(repository, 4, [1024, 1024], [2048, 2048, 1024]),
+}
+
+
+def _programs(bundle: Path) -> dict[str, DenseProgram]:
+    opened = open_bundle(bundle)
+    part = opened.manifest.dense_part
+    assert part is not None
+    schema = scoring_schema(opened.manifest, part)
+    return {file.format.value.lower(): DenseProgram(opened, schema, file) for file in part.files_by_speed}
+
+
+def _cold(name: str, bundle: Path) -> list[Result]:
+    """Seconds of the processor until a process that has torch has loaded a format, and scored once."""
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    seconds: dict[str, list[float]] = {}
+    for _ in range(LOADS):
+        for file in part.files_by_speed:
+            command = [sys.executable, "-c", _LOAD, str(bundle), file.name, file.format.value]
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            seconds.setdefault(file.format.value.lower(), []).append(json.loads(printed))
+    return [Result(f"{name}_{format_}_load_s", median(times)) for format_, times in seconds.items()]
+
+
+_LOAD = """
+import sys, time
+from pathlib import Path
+from benchmarks.compilers import load
+print(load(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))
+"""
+
+
+def load(bundle: Path, name: str, format_: str) -> float:
+    """Seconds of the processor until one file of a bundle has scored once, in this process."""
+    torch.set_num_threads(1)
+    load_fbgemm()
+    opened = open_bundle(bundle)
+    part = opened.manifest.dense_part
+    assert part is not None
+    (file,) = (file for file in part.files_by_speed if (file.name, file.format.value) == (name, format_))
+    schema = scoring_schema(opened.manifest, part)
+    started = time.process_time()
+    DenseProgram(opened, schema, file)
+    return time.process_time() - started
+
+
+def _warm(name: str, bundle: Path, folder: Path) -> list[Result]:
+    """Calls of each format, and their time divided by that of TorchScript."""
+    programs = _programs(bundle)
+    results: list[Result] = []
+    calls: dict[str, Callable[..., Any]] = {format_: program._run for format_, program in programs.items()}
+    if AOTI in sys.argv:
         started = time.monotonic()
-        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / f"{form}_{name}.pt2"))
-        yield Result(f"{form}_{name}_compile_s", time.monotonic() - started)
-        yield Result(f"{form}_{name}_file", Path(path).stat().st_size, unit="B")
-        candidates[name] = torch._inductor.aoti_load_package(path)
-    for samples, inputs in calls.items():
-        for name, run in candidates.items():
-            for tensors in inputs:
-                assert (run(*tensors)[0] - program(*tensors)[0]).abs().max() < 1e-4, name
-        for where, rounds, pause_s in (("", ROUNDS[samples], 0.0), ("cold_", COLD_ROUNDS, PAUSE_S))[
-            : 1 + (samples == 1)
-        ]:
-            repeats = []
-            for _ in range(REPEATS):
-                times = interleave(
-                    {n: _asking(run, inputs) for n, run in candidates.items()}, rounds, pause_s=pause_s
-                )
-                repeats.append({name: p50(seconds) for name, seconds in times.items()})
-            for name in candidates:
-                yield Result(f"{form}_{name}_{where}b{samples}_s", median(repeat[name] for repeat in repeats))
-            for name in MARCHES:
-                over = (repeat["torchscript"] / repeat[name] for repeat in repeats)
-                yield ratio_of(f"{form}_torchscript_over_{name}_{where}b{samples}", over)
+        calls["aotinductor"] = partial(_run, _compiled(bundle, folder / f"{name}.pt2"))
+        results.append(Result(f"{name}_aotinductor_compile_s", time.monotonic() - started))
+    for samples in SIZES:
+        embeddings, inputs = _inputs(bundle, samples)
+        expected = [*calls["torchscript"](embeddings, inputs).values()]
+        for call in calls.values():
+            for numbers, others in zip(call(embeddings, inputs).values(), expected, strict=True):
+                np.testing.assert_allclose(numbers, others, rtol=0, atol=1e-4)
+        candidates = {format_: partial(call, embeddings, inputs) for format_, call in calls.items()}
+        times = [interleave(candidates, ROUNDS, warm_up=3) for _ in range(REPEATS)]
+        middle = [{format_: p50(seconds) for format_, seconds in repeat.items()} for repeat in times]
+        results += [
+            Result(f"{name}_{format_}_b{samples}_s", median(repeat[format_] for repeat in middle))
+            for format_ in calls
+        ]
+        results += [
+            ratio_of(
+                f"{name}_{format_}_over_torchscript_b{samples}",
+                (float(np.median(repeat[format_] / repeat["torchscript"])) for repeat in times),
+            )
+            for format_ in calls
+            if format_ != "torchscript"
+        ]
+    return results
 
 
-def _asking(run: Callable[..., Any], inputs: list[tuple[Tensor, ...]]) -> Callable[[], Any]:
-    endless = cycle(inputs)
+def _compiled(bundle: Path, path: Path) -> Callable[..., Any]:
+    """What AOTInductor compiles of the exported program, for any x86-64-v3."""
+    torch._inductor.config.cpp.march = "x86-64-v3"
+    torch._inductor.config.cpp.simdlen = 256
+    torch._inductor.config.cpp.threads = 1
+    exported = torch.export.load(bundle / EXPORTED_SCORES)
+    torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+    loaded: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
+    return loaded
 
-    def ask() -> Any:
-        with torch.inference_mode():
-            return run(*next(endless))
 
-    return ask
+def _run(forward: Callable[..., Any], embeddings: Any, inputs: Any) -> dict[str, Any]:
+    """As `DenseProgram._run`."""
+    with torch.inference_mode():
+        arrays = (np.ascontiguousarray(array) for array in (embeddings, *inputs))
+        scores = forward(*map(torch.from_numpy, arrays))
+    return {str(number): tensor.numpy() for number, tensor in enumerate(scores)}
+
+
+def _inputs(bundle: Path, samples: int) -> tuple[Any, list[Any]]:
+    """Random embeddings and dense inputs, and bags of `IDS` ids."""
+    manifest = open_bundle(bundle).manifest
+    part = manifest.dense_part
+    assert part is not None
+    random = np.random.default_rng(0)
+    width = sum(table.dim for table in manifest.feature_tables if not table.is_sequence)
+    dense = [random.random((samples, *each.shape)).astype(each.dtype.numpy) for each in part.by_sample]
+    embeddings = random.standard_normal((samples, width)).astype(manifest.output_dtype.numpy)
+    return embeddings, [*dense, *zero_jagged(manifest, part, samples, IDS)]
 
 
 if __name__ == "__main__":

@@ -172,6 +172,7 @@ def _export(module: fx.GraphModule, inputs: DenseInputs, jagged: Sequence[Jagged
         for node in program.graph.nodes:
             for name in _PRIVATE_META:
                 node.meta.pop(name, None)
+        program.example_inputs = None  # numbers of the user's example
         torch.export.save(program, content)
     return content.getvalue()
 

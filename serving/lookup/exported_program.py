@@ -5,7 +5,9 @@ graph one by one from Python, which costs a few microseconds for each.
 """
 
 import io
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from serving.lookup.gemm import prefer_onednn_in_graph
 
+# The environment variable by which `torch.load` refuses all but tensors.
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # Operators that check what is known: dtype and device of a tensor.
 _CHECKS = ("aten._assert_tensor_metadata.default",)
 
@@ -32,7 +36,25 @@ def load_exported_program(content: bytes) -> Callable[..., Sequence[Tensor]]:
     """
     import torch.export  # only where it is needed: it takes seconds
 
-    return forward_of(torch.export.load(io.BytesIO(content)))
+    with _no_pickled_objects():
+        return forward_of(torch.export.load(io.BytesIO(content)))
+
+
+@contextmanager
+def _no_pickled_objects() -> Iterator[None]:
+    """Inside the block, `torch.load` reads tensors alone.
+
+    torch.export calls it with `weights_only=False` for what it cannot read otherwise, and that may run any code.
+    """
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 def forward_of(program: "torch.export.ExportedProgram") -> Callable[..., Sequence[Tensor]]:

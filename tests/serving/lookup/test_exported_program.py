@@ -1,6 +1,13 @@
 """An exported program answers as the module that it was made of, for any number of samples."""
 
 import io
+import logging
+import os
+import pickle
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +35,39 @@ class Layers(nn.Module):
         order = torch.tensor([3, 1, 0, 2])
         hidden = self.large(rows).relu() * self.factor + self.tied
         return self.head(hidden).squeeze(1), (self.small(rows) + self.shift)[:, order] * ids[:, None]
+
+
+class Runs:
+    """Runs code where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickled_object_is_not_unpickled(tmp_path: Path) -> None:
+    """torch.export unpickles any object in place of the example inputs."""
+    module = nn.Linear(2, 1)
+    torch.export.save(torch.export.export(module, (torch.rand(2, 2),)), tmp_path / "good.pt2")
+    load_exported_program((tmp_path / "good.pt2").read_bytes())
+    pickled = io.BytesIO()
+    torch.save(Runs(tmp_path / "ran"), pickled)
+    with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "bad.pt2", "w") as bad:
+        names = good.namelist()
+        for name in names:
+            bad.writestr(name, pickled.getvalue() if "sample_inputs" in name else good.read(name))
+    assert any("sample_inputs" in name for name in names)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load_exported_program((tmp_path / "bad.pt2").read_bytes())
+    assert not (tmp_path / "ran").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    logging.disable(logging.CRITICAL)  # torch's own line about it cannot be formatted
+    with suppress(Exception):
+        torch.export.load(tmp_path / "bad.pt2")
+    logging.disable(logging.NOTSET)
+    assert (tmp_path / "ran").exists()  # torch itself runs it
 
 
 @pytest.mark.parametrize("is_amd", [True, False])
