@@ -99,7 +99,7 @@ def test_every_dtype_is_compared_with_the_module(by_key: bool, tmp_path: Path) -
     assert manifest.longest_bags == (LONGEST if by_key else {"recent": 7})
     assert all(parity.trained is not None and parity.trained.cosine > 0.6 for parity in manifest.parity)
     assert tbe_export("verify", str(bundle)).exit_code == 0
-    assert "·p: its ids are weighted by their position" in tbe_export("inspect", str(bundle)).stdout
+    assert "·p: ids are weighted by their position in the bag" in tbe_export("inspect", str(bundle)).stdout
 
 
 def test_positions_are_those_of_the_request_where_ids_are_left_out(tmp_path: Path) -> None:
