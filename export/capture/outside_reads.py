@@ -5,6 +5,7 @@ that read them are recorded with their line. Random numbers of torch are nodes o
 """
 
 import datetime
+import gc
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ from export.trained.source_location import location
 # Functions of the module time that read no clock.
 _NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
 # Methods of a generator of random numbers that draw none.
-_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "generate_state", "spawn", "jumped")
-_NUMPYS = (np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+_NO_DRAWS = ("seed", "getstate", "setstate")
+_NUMPYS = (np.random.RandomState, np.random.Generator)
 _SYSTEM = "the system's"
 
 
@@ -63,9 +64,12 @@ class OutsideReads:
         self.draws: list[str] = []
         self._model = type(model).__name__
         self._files = {module.__file__ for module in files_of_model(model)}
-        # By the id of each generator: the generator, so that the id stays valid, and its state as the first run drew.
+        # By the id of each generator: the generator, so that the id stays valid, and its state at its first draw: of
+        # Python's before the draw, of numpy's after it.
         self._first_states: dict[int, tuple[Any, str]] = {}
         self._drawn_in_run: set[int] = set()
+        self._numpy_states: list[tuple[Any, str]] = []
+        self._lines: dict[FrameType, str] = {}
 
     @property
     def has_draws(self) -> bool:
@@ -76,12 +80,16 @@ class OutsideReads:
     def running(self) -> Iterator[None]:
         """In the block, the model is run once."""
         self._drawn_in_run = set()
-        before = sys.getprofile()
+        self._numpy_states = [(generator, repr(_state_of(generator))) for generator in _numpy_generators()]
+        profile, trace = sys.getprofile(), sys.gettrace()
         sys.setprofile(self._profile)
+        sys.settrace(self._trace)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.settrace(trace)
+            sys.setprofile(profile)
+            self._lines.clear()
 
     def expect_no_draws(self) -> None:
         """Refuse a model that draws random numbers.
@@ -117,6 +125,22 @@ class OutsideReads:
             if state != first_state:
                 self.draws.append(line)
 
+    def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        """Trace the lines of the model's code. numpy 2 does not tell profilers of a draw: its states show it."""
+        return self._trace_line if frame.f_code.co_filename in self._files else None
+
+    def _trace_line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        line = self._lines.get(frame) or self._line(frame.f_back)
+        for index, (generator, last_state) in enumerate(self._numpy_states):
+            if (state := repr(_state_of(generator))) != last_state:
+                self._numpy_states[index] = generator, state
+                self._record_draw(generator, line)
+        if event == "return":
+            self._lines.pop(frame, None)
+        else:
+            self._lines[frame] = location(frame.f_code.co_filename, frame.f_lineno)
+        return self._trace_line
+
     def _line(self, frame: FrameType | None) -> str:
         """The line of the model's code that makes a call, directly or not, or ""."""
         while frame is not None:
@@ -147,8 +171,12 @@ def _generator_of(frame: FrameType, function: Any) -> Any:
     name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
     if name == "urandom":
         return _SYSTEM if frame.f_code.co_filename == random.__file__ else None
-    is_generator = isinstance(owner, (random.Random, *_NUMPYS))
-    return owner if is_generator and name not in _NO_DRAWS else None
+    return owner if isinstance(owner, random.Random) and name not in _NO_DRAWS else None
+
+
+def _numpy_generators() -> list[Any]:
+    """The generators of numpy in this process."""
+    return [generator for generator in gc.get_objects() if issubclass(type(generator), _NUMPYS)]
 
 
 def _seeds_from_system(frame: FrameType) -> bool:
