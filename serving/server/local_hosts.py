@@ -167,7 +167,7 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
         got = "none" if not routers else f"{', '.join(routers)}: give each a repository of its own"
         raise ConfigurationError(
             f"{repository}: --local-hosts: expected one router, as `tbe-export model --hosts-as-models` makes it, "
-            f"got {got}"
+            f"found {got}"
         )
     (router,) = routers
     return _Placement(
