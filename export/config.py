@@ -1,7 +1,7 @@
 """What to export: the dtype, id policy and error limit of each table, and how the model answers."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class ExportConfig:
             that reach a collection become keys of requests; other tensors with a row for each sample become dense
             inputs, named by their path; everything else stays as in the example. None: its forward takes one KJT, and
             dense inputs [B, width].
+        user_side: patterns of the features and dense inputs that all items of a ranking request share. What depends
+            on them alone is computed once for a request that sends exactly these once.
         labelled: a file of requests for scores with labels, on which their AUC is measured. None measures none.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
@@ -67,6 +69,7 @@ class ExportConfig:
     dense_dtype: DenseDtype = DenseDtype.FP32
     dense_widths: Mapping[str, int] = field(default_factory=dict)
     example: Example | None = field(default=None, compare=False)
+    user_side: Sequence[str] = ()
     labelled: Path | None = None
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None
@@ -88,6 +91,8 @@ class ExportConfig:
             raise ConfigurationError("dense_widths (--dense-width): expected none beside an example, which has them")
         if self.dense_widths and not self.scores:
             raise ConfigurationError("dense_widths (--dense-width): expected --scores beside it")
+        if self.user_side and not self.scores:
+            raise ConfigurationError("user_side (--user-side): expected --scores beside it")
         if self.labelled is not None and not self.scores:
             raise ConfigurationError("labelled (--labelled): expected --scores beside it")
         if self.labelled is not None and self.sharding.hosts_as_models:

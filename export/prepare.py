@@ -251,7 +251,9 @@ def prepare(
         unloaded = None if is_loaded else weights
         known_ids = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
-        scored = compile_dense_part(trained, manifest, known_ids, widths, dtype, unloaded, dense, example)
+        scored = compile_dense_part(
+            trained, manifest, known_ids, widths, dtype, unloaded, dense, example, config.user_side
+        )
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:
         trace_example(trained.module, collection_columns(trained, manifest), example)

@@ -49,6 +49,7 @@ FEW_IMPORT = {
         "serving.lookup.sharded_program",
         "serving.lookup.rank_lookup",
         "serving.lookup.tbe_call",
+        "serving.lookup.user_side",
         "serving.router.router_ranks",
         "serving.tables.table_files",
         "serving.torchscript",

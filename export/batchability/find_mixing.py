@@ -54,7 +54,7 @@ def find_mixing(
         with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
             with record_branches(BranchLog()) as branches:
                 exported = torch.export.export(
-                    _Interpreted(module),
+                    Interpreted(module),
                     tuple(inputs.tensors(jagged)),
                     dynamic_shapes=(dynamic_dims(inputs, jagged),),
                     strict=False,
@@ -99,7 +99,7 @@ def dynamic_dims(inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> tuple[di
     return dims_of_keys(keys, inputs.fixed)
 
 
-class _Interpreted(nn.Module):
+class Interpreted(nn.Module):
     """Runs a graph node by node, so that each node of torch.export keeps the line of the model's code."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -107,6 +107,7 @@ class _Interpreted(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor) -> Any:
+        """The answer of the graph."""
         return fx.Interpreter(self.module).run(*inputs)
 
 

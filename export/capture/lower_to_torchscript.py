@@ -1,8 +1,7 @@
 """Turn a graph of torch.export into one that TorchScript compiles. It takes only the inputs that it uses."""
 
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,23 +9,15 @@ from torch import Tensor, fx, nn
 
 from export.capture.call_signature import Signature
 from export.capture.graph_inputs import ids_of, numbers_of
-from export.capture.graph_nodes import answers_of, attribute_of, is_copy, is_random, is_writing, written_nodes
+from export.capture.graph_nodes import answers_of, attribute_of, is_random, is_writing, written_nodes
 from export.capture.row_counts import Answer, Input, rows_of_answers, served_answers, shape_of
 from export.capture.stub_collections import Collections, keys_of_features
+from export.capture.torchscript_calls import TorchScriptCalls
 from export.capture.trace import EMBEDDINGS, TracedModel
 from export.errors import ModelError
 from export.trained.source_location import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
-# Arguments that have one value for all tensors on a CPU.
-_DEVICE_ARGUMENTS = ("device", "layout", "pin_memory")
-_NUMBERS: Mapping[Any, Any] = {
-    torch.sym_max: max,
-    torch.sym_min: min,
-    torch.sym_float: float,
-    torch.sym_int: int,
-    torch.sym_not: operator.not_,
-}
 _CONSTANT = "_tensor_constant"
 # Jagged inputs that a model may write to, because they are copies.
 _WRITABLE = (JaggedKind.ROWS, JaggedKind.NUMBERS)
@@ -79,6 +70,7 @@ class _Converter:
     ) -> None:
         self._model, self._module, self._signature, self._inputs = model, traced.module, signature, inputs
         self._graph, self._counts = fx.Graph(), traced.counts
+        self._calls = TorchScriptCalls(self._graph, type(model).__name__)
         self._root: dict[str, Any] = {}
         self._copies: dict[Any, Any] = {}
         self._samples = next(iter(inputs)).meta["val"].shape[0].node.expr
@@ -236,24 +228,7 @@ class _Converter:
         name = str(node.target)
         if name == "aten.linear.default" and (layer := self._layer(node)) is not None:
             return self._graph.call_module(layer, (args[0],))
-        args, kwargs = self._constants(args), self._constants(kwargs)
-        if (rule := _RULES.get(name)) is not None:
-            return rule(self, node, args)
-        target: Any = node.target
-        if not isinstance(target, torch._ops.OpOverload):
-            return self._graph.call_function(_NUMBERS.get(target, target), args, kwargs)
-        packet = getattr(getattr(torch.ops, target.namespace), name.split(".")[1])
-        return self._graph.call_function(
-            packet, args, {key: value for key, value in kwargs.items() if key not in _DEVICE_ARGUMENTS}
-        )
-
-    def _constants(self, value: Any) -> Any:
-        """`value` with calls instead of constants for which TorchScript has no literal."""
-        if isinstance(value, float) and not math.isfinite(value):
-            return self._graph.call_function(float, (str(value),))
-        if isinstance(value, list | tuple):
-            return type(value)(self._constants(item) for item in value)
-        return {key: self._constants(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return self._calls.convert(node, args, kwargs)
 
     def _layer(self, node: fx.Node) -> str | None:
         """The path of the nn.Linear of the model that a node computes, or None."""
@@ -275,48 +250,3 @@ class _Converter:
 
     def _method(self, name: str, *args: Any) -> fx.Node:
         return self._graph.call_method(name, args)
-
-
-def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
-    """Remove the dimensions that are 1 for any number of samples, which the dimension of samples is not."""
-    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
-    squeezed = [dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1]
-    return to._operator(torch.ops.aten.squeeze, args[0], squeezed) if squeezed else args[0]
-
-
-def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
-    cast = to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
-    # A copy that the model asks for stays a copy: later writes to it must not change its source.
-    return to._method("clone", cast) if is_copy(node) else cast
-
-
-def _bits(to: _Converter, node: fx.Node, args: Any) -> Any:
-    """`x.view(dtype)`, which TorchScript has only as a copy."""
-    if any(node in written_nodes(other) for other in node.graph.nodes if is_writing(other)):
-        raise ModelError(f"{type(to._model).__name__}: its forward writes to a view of another dtype{line_of(node)}")
-    return to._operator(torch.ops.aten.view_copy, *args)
-
-
-_RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
-    "aten.sym_size.int": lambda to, _, args: to._method("size", *args),
-    "aten.sym_numel.default": lambda to, _, args: to._method("numel", *args),
-    "aten.item.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
-    "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
-    "aten.squeeze.default": _squeeze,
-    "aten.view.dtype": _bits,
-    **dict.fromkeys(
-        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
-        _to_dtype,
-    ),
-    **dict.fromkeys(
-        ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"),
-        lambda _, __, args: args[0],
-    ),
-    "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
-}
-
-
-def _number_of(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-    return next((kind for symbolic, kind in kinds.items() if isinstance(value, symbolic)), type(value))

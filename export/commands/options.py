@@ -166,6 +166,13 @@ OPTIONS = (
         "without arguments that returns either. Needed if the model takes more than one KJT and tensors [B, width].",
     ),
     ExportOption(
+        name="user_side",
+        written=list[str],
+        parse=lambda _, patterns: tuple(patterns),
+        help="With --scores: a feature or dense input that all items of a ranking request share, or a glob; may be "
+        "given again. What depends on these alone is computed once for a request.",
+    ),
+    ExportOption(
         name="labelled",
         typed=Path,
         written=str,

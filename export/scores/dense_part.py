@@ -19,7 +19,7 @@ from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
 from export.config import Example
 from export.errors import ModelError
-from export.scores.collection_columns import collection_columns
+from export.scores.collection_columns import collection_columns, spans_of_features
 from export.scores.dense_formats import DenseFormats, compile_formats
 from export.scores.dense_model import (
     DenseModel,
@@ -49,8 +49,9 @@ from export.trained.managed_collision import looking_up
 from export.trained.tables import Trained
 from export.trained.trained_answers import record_answers
 from export.trained.wrapped_collections import is_sequence
+from export.user_side.compile import SplitPart, UserSidePrograms, compile_user_side, names_of_user_side
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DensePart
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DensePart, UserSide
 from serving.requests.types import Ids, Tensors
 
 # Samples of requests on which the formats of a dense part are compared, beside all samples of a probe.
@@ -68,7 +69,9 @@ class CompiledDensePart:
         inputs: the same request with dense inputs.
         trained_scores: what the trained model answers to the probe, by output, or None if it cannot be run.
         eager_scores: runs the trained model on ids and dense inputs, or None if it cannot be run.
-        notes: a line for each part of an example that requests do not bring.
+        notes: a line for each part of an example that requests do not bring; and why there are no programs for a user
+            side.
+        user_side: the programs for many items of one user, or None.
     """
 
     formats: DenseFormats
@@ -78,6 +81,7 @@ class CompiledDensePart:
     trained_scores: Mapping[str, Numbers] | None
     eager_scores: Callable[[DenseInputs], dict[str, Numbers]] | None
     notes: tuple[str, ...] = ()
+    user_side: UserSidePrograms | None = None
 
 
 def compile_dense_part(
@@ -89,6 +93,7 @@ def compile_dense_part(
     checkpoint: Checkpoint | None,
     user_module: nn.Module | None = None,
     example: Example | None = None,
+    user_side: Sequence[str] = (),
 ) -> CompiledDensePart:
     """Split the dense part off a trained model, compile it, and compare it with the model.
 
@@ -101,10 +106,11 @@ def compile_dense_part(
         checkpoint: has the weights of the tables. None: the model has them itself.
         user_module: a module of the user's own in place of the model's layers. It is not compared with the model.
         example: a call of the model. None: its arguments are one KJT and dense inputs [B, width].
+        user_side: patterns of the keys and dense inputs that the items of a ranking request share.
 
     Raises:
         ModelError: the model cannot be traced or compiled, or an answer has no tensors [B, …].
-        ConfigurationError: the width of an input is not known.
+        ConfigurationError: the width of an input is not known, or a pattern matches no key and no dense input.
         CheckpointError: a weight is missing.
         ParityError: the dense part answers differently than the model.
     """
@@ -153,8 +159,20 @@ def compile_dense_part(
         files=formats.described,
     )
     part = msgspec.structs.replace(part, together=_keys_of_equal_lengths(part, manifest, inputs))
-    notes = (*dense_model.notes, *formats.notes)
-    return CompiledDensePart(formats, part, dense_model.request, inputs, trained_scores, eager_scores, notes)
+    notes, programs = (*dense_model.notes, *formats.notes), None
+    if user_side:
+        names = names_of_user_side(user_side, manifest, part)
+        described = msgspec.structs.replace(part, user_side=UserSide(names, 0, 0))
+        key_of_feature = {feature.name: feature.key for feature in manifest.features}
+        split = SplitPart(described, key_of_feature, spans_of_features(manifest))
+        compiled = compile_user_side(served, split, serve, probes)
+        if isinstance(compiled, str):
+            notes = (*notes, f"user_side: all requests are scored by the whole dense part: {compiled}")
+        else:
+            programs, part = compiled, msgspec.structs.replace(part, user_side=compiled.side)
+    return CompiledDensePart(
+        formats, part, dense_model.request, inputs, trained_scores, eager_scores, notes, programs
+    )
 
 
 def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
@@ -183,6 +201,9 @@ def save_scores(scored: CompiledDensePart, directory: Path) -> None:
     """Write the files of a dense part to `directory`."""
     for compiled in scored.formats.files:
         (directory / compiled.file.name).write_bytes(compiled.content)
+    if scored.user_side is not None:
+        (directory / USER_PROGRAM).write_bytes(scored.user_side.user.save_to_buffer())
+        (directory / ITEMS_PROGRAM).write_bytes(scored.user_side.items.save_to_buffer())
 
 
 def _expect_no_key_names(dense_model: DenseModel, manifest: Manifest) -> None:

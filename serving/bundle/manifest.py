@@ -7,6 +7,8 @@ A bundle is one version of a Triton model::
     program.pt           TorchScript, without weights, unless the export could not use it
     scores.pt            the dense part, if there is one, with its weights: TorchScript
     scores.pt2           the same as an exported program
+    scores.user.pt       what depends on the user alone, for many items of one user; TorchScript
+    scores.items.pt      the rest of the dense part for these items
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
     ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
@@ -59,6 +61,7 @@ class Capability(StrEnum):
     NO_PROGRAM = "no_program"
     POSITION_WEIGHTS = "position_weights"
     SEQUENCES = "sequences"
+    USER_SIDE = "user_side"
 
 
 class FileDigest(Strict, frozen=True):
@@ -176,6 +179,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
             Capability.NO_PROGRAM: PROGRAM not in self.files,
             Capability.POSITION_WEIGHTS: any(feature.position_weights is not None for feature in self.features),
             Capability.SEQUENCES: any(table.is_sequence for table in self.tables),
+            Capability.USER_SIDE: self.dense_part is not None and self.dense_part.user_side is not None,
         }
         return tuple(capability for capability in Capability if needed[capability])
 

@@ -233,7 +233,7 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
         rank_of[name] = number
     used = {MODEL, *manifest.mapped_files}
     if manifest.dense_part is not None:
-        used |= {file.name for file in manifest.dense_part.files_by_speed}
+        used |= {*manifest.dense_part.file_names}
     for name in sorted(used ^ (manifest.files.keys() - {PROGRAM})):  # `requires` says whether that is there
         difference = "no" if name in used else "another"
         yield f"files: expected each file of the bundle but its manifest and signature, got {difference} {name!r}"

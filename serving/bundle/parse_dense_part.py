@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import SCORES_FILES, DensePart, JaggedKind, wrong_names
+from serving.bundle.scores import (
+    ITEMS_PROGRAM,
+    SCORES_FILES,
+    USER_PROGRAM,
+    DenseDtype,
+    DensePart,
+    JaggedKind,
+    wrong_names,
+)
 
 # numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
@@ -32,6 +40,7 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
     yield from _in_jagged(manifest, part)
     yield from _in_lengths(manifest, part)
     yield from _in_files(part)
+    yield from _in_user_side(manifest, part)
 
 
 def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
@@ -88,10 +97,24 @@ def _in_lengths(manifest: Manifest, part: DensePart) -> Iterator[str]:
 def _in_files(part: DensePart) -> Iterator[str]:
     names = [file.name for file in part.files]
     for file in part.files:
-        if not SCORES_FILES.fullmatch(file.name) or names.count(file.name) > 1:
+        is_free = file.name not in (USER_PROGRAM, ITEMS_PROGRAM) and names.count(file.name) == 1
+        if not SCORES_FILES.fullmatch(file.name) or not is_free:
             yield f"dense_part: files: expected a name that begins with 'scores.', once, got {file.name!r}"
         if file.relative_time is not None and not file.relative_time > 0:
             yield f"dense_part: files: {file.name!r}: relative_time: expected a number > 0, got {file.relative_time}"
+
+
+def _in_user_side(manifest: Manifest, part: DensePart) -> Iterator[str]:
+    side = part.user_side
+    if side is None:
+        return
+    names = {*manifest.keys, *(tensor.name for tensor in part.by_sample)}
+    if not side.names or not names >= {*side.names} or len({*side.names}) < len(side.names):
+        yield f"dense_part: user_side: names: expected keys and dense inputs, each once, got {list(side.names)}"
+    if not 0 <= side.per_user <= side.operators:
+        yield f"dense_part: user_side: per_user: expected 0 to {side.operators}, got {side.per_user}"
+    if part.mixes_samples or part.dtype is not DenseDtype.FP32:
+        yield "dense_part: user_side: expected it only with FP32 weights, and samples that do not mix"
 
 
 def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:

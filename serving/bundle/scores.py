@@ -18,6 +18,8 @@ SCORES = "scores.pt"
 EXPORTED_SCORES = "scores.pt2"
 # The names of all files with the dense part match this.
 SCORES_FILES = re.compile(r"scores(\.[A-Za-z0-9_-]+)+")
+# The files with the programs for many items of one user, as TorchScript.
+USER_PROGRAM, ITEMS_PROGRAM = "scores.user.pt", "scores.items.pt"
 # Names of other tensors in requests and answers.
 RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
@@ -217,6 +219,32 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
         return [self.name, self.shape, *([] if self.key is None else [self.key]), *dtype]
 
 
+class UserSide(Strict, frozen=True):
+    """What all items of a ranking request share, and how much of the dense part depends on it alone.
+
+    Attributes:
+        names: the keys and dense inputs that the items share. A request that sends exactly these once is scored by
+            the programs `USER_PROGRAM` and `ITEMS_PROGRAM`.
+        per_user: how many operators of the dense part are computed for one row, in whole or in part.
+        operators: how many operators the dense part has.
+        left_alone: the operators that repeat the user's rows for each item, with their lines in the model, in words.
+    """
+
+    names: tuple[str, ...]
+    per_user: int
+    operators: int
+    left_alone: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> list[str]:
+        """What is computed once, and what repeats the user's rows, a line each."""
+        share = f"{self.per_user} of {self.operators} operators of the dense part"
+        return [
+            f"user side: {', '.join(self.names)}: {share} are computed once, in whole or in part",
+            *(f"user side: rows of the user are repeated for each item in {line}" for line in self.left_alone),
+        ]
+
+
 class DensePart(Strict, frozen=True, omit_defaults=True):
     """The dense part: the layers of a model after its collections.
 
@@ -235,6 +263,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         together: groups of keys that have equally many ids in each sample, in requests for scores: the model places
             their rows side by side.
         files: the files that have the dense part, the fastest first. Empty: `scores.pt`, as TorchScript.
+        user_side: what the items of a ranking request share. None: the bundle has no programs for it.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -247,6 +276,23 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     fixed_lengths: dict[str, int] = msgspec.field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     files: tuple[DenseFile, ...] = ()
+    user_side: UserSide | None = None
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """The files of a bundle with this dense part."""
+        names = tuple(file.name for file in self.files_by_speed)
+        return names if self.user_side is None else (*names, USER_PROGRAM, ITEMS_PROGRAM)
+
+    def user_arguments(self, keys: Mapping[str, str]) -> list[int]:
+        """The arguments that are the user's, counted without the embeddings: of `by_sample`, then of `jagged`.
+
+        Args:
+            keys: the key of each feature.
+        """
+        shared = () if self.user_side is None else self.user_side.names
+        names = [*(tensor.name for tensor in self.by_sample), *(self.key_of(jagged, keys) for jagged in self.jagged)]
+        return [number for number, name in enumerate(names) if name in shared]
 
     @property
     def files_by_speed(self) -> tuple[DenseFile, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serving.bundle.load import Bundle, read_checked
-from serving.bundle.scores import DenseFile, DenseFormat
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFile, DenseFormat
 from serving.errors import BundleError
 from serving.lookup.exported_program import load_exported_program
 from serving.lookup.gemm import prefer_onednn
@@ -58,6 +58,20 @@ def load_dense_file(format_: DenseFormat, content: bytes) -> Forward:
         Exception: torch cannot load it.
     """
     return _LOADERS[format_](content)
+
+
+def load_user_side(bundle: Bundle) -> tuple[Forward, Forward]:
+    """Load the programs for many items of one user.
+
+    Raises:
+        BundleError: a file changed after the export.
+        Exception: torch cannot load one.
+    """
+    user, items = (
+        _load_torchscript(read_checked(bundle.path / name, bundle.manifest.files[name]))
+        for name in (USER_PROGRAM, ITEMS_PROGRAM)
+    )
+    return user, items
 
 
 def _load_torchscript(content: bytes) -> Forward:

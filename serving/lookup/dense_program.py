@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -10,14 +11,16 @@ import torch
 
 from serving.bundle.load import Bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseFile, DensePart, JaggedKind
+from serving.bundle.scores import USER_PROGRAM, DenseFile, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.dense_files import load_dense_part
+from serving.lookup.user_side import FEWEST_ITEMS, UserSidePrograms
 from serving.requests.batches import Batch, CombinedBatch, PooledBatch, unmerge_rows
-from serving.requests.jagged_inputs import jagged_inputs, sample_bounds, zero_jagged
+from serving.requests.jagged_inputs import RowsOfAll, jagged_inputs, sample_bounds, zero_jagged
 from serving.requests.offsets import concatenate
 from serving.requests.schema import ScoringSchema
-from serving.requests.types import Array, Embeddings, Outputs, ValidatedRequests
+from serving.requests.types import Array, Embeddings, KjtRequest, Outputs, ValidatedRequests
+from serving.torchscript import one_line
 
 # Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
 # again at the first with another batch size. These calls take ten times as long as later ones.
@@ -57,6 +60,9 @@ class DenseProgram:
         self._bounds = sample_bounds(bundle.manifest, part)
         self._by_sample = len(part.by_sample)
         self._rows_at = _rows_at(bundle.manifest, part)
+        self._names = [tensor.name for tensor in part.by_sample]
+        self._shared = () if part.user_side is None else part.user_side.names
+        self._user_side = self._open_user_side(bundle)
         _warn_of_read_only()
         for samples in _FIRST_CALLS:
             try:
@@ -71,6 +77,9 @@ class DenseProgram:
             if (actual := [(answer.dtype, answer.shape) for answer in answers]) != expected:
                 what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in actual)
                 raise BundleError(f"{path}: answers {what}: was compiled for another manifest: export it again")
+        if self._user_side is not None:
+            for samples in _FIRST_CALLS:
+                self._first_call_of_user_side(bundle.manifest, samples)
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
             with suppress(*_FAILURES):
@@ -78,10 +87,33 @@ class DenseProgram:
 
     def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:
         """Score zeros: samples with `ids` ids of each key, or with the fixed number that the model takes."""
-        part = self.part
-        dense = [np.zeros((samples, *dense_input.shape), dense_input.dtype.numpy) for dense_input in part.by_sample]
-        jagged = zero_jagged(manifest, part, samples, ids)
-        return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
+        return self._run(np.zeros((samples, self._width), self._dtype), self._zeros(manifest, samples, ids))
+
+    def _open_user_side(self, bundle: Bundle) -> UserSidePrograms | None:
+        """The programs of the user side. None: the bundle has none, or this process cannot load them."""
+        if self.part.user_side is None:
+            return None
+        try:
+            return UserSidePrograms(bundle, self.part)
+        except BundleError:
+            raise
+        except Exception as error:  # torch does not say of which types
+            failure = f"{bundle.path / USER_PROGRAM}: torch {torch.__version__} cannot load it: {one_line(error)}"
+            self.loaded = replace(self.loaded, failures=(*self.loaded.failures, failure))
+            return None
+
+    def _first_call_of_user_side(self, manifest: Manifest, samples: int) -> None:
+        """Score zeros by the programs of the user side: items with an id of each key."""
+        assert self._user_side is not None  # noqa: S101
+        of_user, of_items = self._zeros(manifest, 1, 1), self._zeros(manifest, samples, 1)
+        inputs = [
+            of_user[number] if number in self._user_side.of_user else array for number, array in enumerate(of_items)
+        ]
+        self._user_side.score(np.zeros((samples, self._width), self._dtype), inputs)
+
+    def _zeros(self, manifest: Manifest, samples: int, ids: int) -> list[Array]:
+        dense = [np.zeros((samples, *tensor.shape), tensor.dtype.numpy) for tensor in self.part.by_sample]
+        return [*dense, *zero_jagged(manifest, self.part, samples, ids)]
 
     def score_all(
         self, validated: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]
@@ -98,26 +130,54 @@ class DenseProgram:
             By the position of the request in `validated`: the outputs that it asks for by name, [B_r, …], or
             [n_r, …] with a row for each id of a key.
         """
-        numbers = [number for number, request in enumerate(validated.requests) if request.dense is not None]
+        requests = validated.requests
+        numbers = [number for number, request in enumerate(requests) if request.dense is not None]
         if not numbers:
             return {}
         rows = unmerge_rows(batches, answers) if self.part.jagged else {}
-        samples, inputs = list[int](), list[Sequence[Array]]()
-        for number in numbers:
-            request = validated.requests[number]
-            samples.append(request.samples)
-            dense = request.dense or ()
-            inputs.append(
-                [*dense, *jagged_inputs(self._schema, request, rows, number)] if self.part.jagged else dense
-            )
-        if self._width:
-            embeddings = _for_scores(batches[0]).for_scores(answers[0], numbers)
-        else:  # there is no batch of pooled features
-            embeddings = np.empty((sum(samples), 0), self._dtype)
+        scores: dict[int, Outputs] = {}
+        if self._user_side is not None:
+            for number in numbers:
+                if requests[number].is_user_side and requests[number].samples >= FEWEST_ITEMS:
+                    embeddings = self._embeddings(batches, answers, requests, [number], repeated=False)
+                    inputs = self._inputs(requests[number], rows, number, repeated=False)
+                    scores[number] = self._user_side.score(embeddings, inputs)
+        others = [number for number in numbers if number not in scores]
+        if others:
+            inputs_of_others = [self._inputs(requests[number], rows, number, repeated=True) for number in others]
+            embeddings = self._embeddings(batches, answers, requests, others, repeated=True)
+            samples = [requests[number].samples for number in others]
+            scores |= zip(others, self.score(embeddings, inputs_of_others, samples), strict=True)
         return {
-            number: {name: scores for name, scores in outputs.items() if name in validated.requests[number].outputs}
-            for number, outputs in zip(numbers, self.score(embeddings, inputs, samples), strict=True)
+            number: {name: numbers for name, numbers in outputs.items() if name in requests[number].outputs}
+            for number, outputs in scores.items()
         }
+
+    def _inputs(self, request: KjtRequest, rows: RowsOfAll, number: int, *, repeated: bool) -> Sequence[Array]:
+        """The dense and jagged inputs of a request. What comes once is repeated for each sample, or has one row."""
+        dense = request.dense or ()
+        if not repeated:
+            dense = [
+                array[:1] if name in self._shared else array for array, name in zip(dense, self._names, strict=True)
+            ]
+        if not self.part.jagged:
+            return dense
+        return [*dense, *jagged_inputs(self._schema, request, rows, number, repeated=repeated)]
+
+    def _embeddings(
+        self,
+        batches: Sequence[Batch],
+        answers: Sequence[Embeddings],
+        requests: Sequence[KjtRequest],
+        numbers: Sequence[int],
+        *,
+        repeated: bool,
+    ) -> Embeddings:
+        """The pooled embeddings of some requests, [B, D]."""
+        if self._width:
+            return _for_scores(batches[0]).for_scores(answers[0], numbers, repeated=repeated)
+        # There is no batch of pooled features.
+        return np.empty((sum(requests[number].samples for number in numbers), 0), self._dtype)
 
     def score(
         self, embeddings: Embeddings, inputs: Sequence[Sequence[Array]], samples: Sequence[int]

@@ -123,6 +123,7 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
     if not feature_set.default:
         request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.all_features)
     part = schema.dense_part
+    request.is_user_side = part.user_side is not None and {*tensors.shared} == {*part.user_side.names}
     if not schema.by_id:
         request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared)
         return accept_jagged(schema, request)

@@ -138,19 +138,23 @@ class PooledBatch(Batch):
             outputs[SHARED] = embeddings[:1, is_shared]
         return outputs
 
-    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int]) -> Embeddings:
+    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int], *, repeated: bool = True) -> Embeddings:
         """The pooled embeddings that the scores of some requests are made of, one request after another, [B, D].
 
         Args:
             embeddings: the answer to this batch, with all pooled features of the model. Rows of shared features are
                 written to.
             numbers: the requests, as positions in `members`, sorted.
+            repeated: whether the row of a shared feature is repeated for each sample. If not, it is the first row of
+                its request.
         """
         members = [self.members[number] for number in numbers]
         if len(numbers) == len(self.members) and all(member.shared is None for member in members):
             return embeddings
         bounds = np.cumsum([0, *(member.bag_count for member in self.members)])
         parts = [embeddings[bounds[number] : bounds[number + 1]] for number in numbers]
+        if not repeated:
+            return concatenate([part[: member.samples] for part, member in zip(parts, members, strict=True)])
         return concatenate([repeat_shared(part, member) for part, member in zip(parts, members, strict=True)])
 
 
@@ -223,7 +227,13 @@ class CombinedBatch(SequenceBatch):
         sequences: list[int] = np.flatnonzero(self.feature_set.sequence).tolist()
         return sequences
 
-    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int]) -> Embeddings:  # noqa: ARG002
+    def for_scores(
+        self,
+        embeddings: Embeddings,
+        numbers: Sequence[int],  # noqa: ARG002
+        *,
+        repeated: bool = True,  # noqa: ARG002
+    ) -> Embeddings:
         """As `PooledBatch.for_scores`, for its only request."""
         return embeddings[: self.samples, self.feature_set.pooled_columns]
 

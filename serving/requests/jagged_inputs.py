@@ -70,7 +70,9 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
     return request
 
 
-def jagged_inputs(schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, number: int) -> list[Array]:
+def jagged_inputs(
+    schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, number: int, *, repeated: bool = True
+) -> list[Array]:
     """The jagged inputs of a request's scores.
 
     Args:
@@ -78,11 +80,12 @@ def jagged_inputs(schema: ScoringSchema, request: KjtRequest, rows: RowsOfAll, n
         request: as `accept_jagged` returned it.
         rows: what was looked up.
         number: the number of the request in `rows`.
+        repeated: whether what comes once is repeated for each sample.
     """
     arrays = []
     for sent, feature in zip(request.jagged, schema.jagged, strict=True):
         array = rows[number, feature] if sent is None else sent
-        if _is_shared(request, feature):
+        if repeated and _is_shared(request, feature):
             array = np.tile(array, (request.samples, *(1 for _ in array.shape[1:])))
         arrays.append(array)
     return arrays

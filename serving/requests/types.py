@@ -88,6 +88,7 @@ class KjtRequest:
         shared: the features that come once; bool [F]. None: there are none.
         jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
         jagged_bytes: of all of them, rows as FP32, once what comes once is repeated for each sample.
+        is_user_side: whether exactly the model's user side comes once: scores need no repeated rows.
     """
 
     feature_set: FeatureSet
@@ -102,6 +103,7 @@ class KjtRequest:
     shared: Mask | None = None
     jagged: Sequence[Array | None] = ()
     jagged_bytes: int = 0
+    is_user_side: bool = False
 
     @property
     def bag_count(self) -> int:

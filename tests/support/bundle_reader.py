@@ -59,6 +59,7 @@ def required(manifest: Any) -> list[str]:
         "no_program": "program.pt" not in manifest["files"],
         "position_weights": any("position_weights" in feature for feature in features),
         "sequences": any(table["pooling"] == "NONE" for table in tables),
+        "user_side": (manifest.get("dense_part") or {}).get("user_side") is not None,
     }
     return sorted(name for name, is_there in has.items() if is_there)
 

@@ -43,6 +43,10 @@ def part(**changes: Any) -> Callable[[Any], Any]:
     return lambda manifest: manifest["dense_part"].update(changes)
 
 
+def user_side(names: list[str], per_user: int = 1) -> dict[str, Any]:
+    return {"names": names, "per_user": per_user, "operators": 2, "left_alone": []}
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -61,6 +65,14 @@ def part(**changes: Any) -> Callable[[Any], Any]:
         (part(files=[{"name": SCORES, "format": "TORCHSCRIPT", "relative_time": 0}]), "relative_time: expected a number > 0"),
         (part(files=[{"name": "scores.pt2", "format": "EXPORTED_PROGRAM"}]), "got another 'scores.pt'"),
         (part(more=1), "unknown field `more`"),
+        (part(user_side=user_side(["f0"])), "got no 'scores.items.pt'"),
+        (part(user_side=user_side([])), r"user_side: names: expected keys and dense inputs, each once, got \[\]"),
+        (part(user_side=user_side(["f0", "f0"])), "user_side: names: expected keys and dense inputs, each once"),
+        (part(user_side=user_side(["nobody"])), "user_side: names: expected keys and dense inputs, each once"),
+        (part(user_side=user_side(["f0"], per_user=3)), "user_side: per_user: expected 0 to 2, got 3"),
+        (part(user_side=user_side(["f0"]), mixes_samples=True), "user_side: expected it only with FP32 weights"),
+        (part(user_side=user_side(["f0"]), dtype="BF16"), "user_side: expected it only with FP32 weights"),
+        (part(files=[{"name": "scores.user.pt", "format": "TORCHSCRIPT"}]), "got 'scores.user.pt'"),
         (part(inputs=[{"name": "values", "shape": [1]}]), "dense input 'values': expected a name of its own"),
         (part(inputs=[{"name": "a,b", "shape": [1]}]), "dense input 'a,b': expected a name of its own"),
         (part(inputs=2 * [{"name": "a", "shape": [1]}]), "dense input 'a': expected a name of its own"),

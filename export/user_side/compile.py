@@ -1,0 +1,210 @@
+"""Compile the dense part for many items of one user, and compare it with the whole dense part."""
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, fx
+
+from export.batchability.differences import Numbers, largest_difference
+from export.batchability.find_mixing import Interpreted, dynamic_dims
+from export.batchability.probes import Run
+from export.batchability.rounding import Rounding
+from export.capture.graph_inputs import DenseInputs
+from export.capture.simplify_graph import simplified
+from export.errors import first_line
+from export.trained.eval_mode import quiet
+from export.trained.source_location import short_line_of
+from export.user_side.once_per_user import UserInputs, once_per_user
+from serving.bundle.manifest import Manifest
+from serving.bundle.scores import DenseDtype, DensePart, UserSide
+from serving.errors import ConfigurationError
+from serving.torchscript import torchscript
+
+# The users and numbers of items that are compared.
+_USERS = (0, 1, 2, 5)
+_ITEMS = (1, 2, 7, 33)
+
+
+@dataclass(frozen=True, slots=True)
+class UserSidePrograms:
+    """The dense part for many items of one user.
+
+    Attributes:
+        user: takes the embeddings of one row, and the user's inputs for one sample.
+        items: takes the embeddings of all items, their inputs, and what `user` returns.
+        side: for the manifest.
+    """
+
+    user: torch.jit.ScriptModule
+    items: torch.jit.ScriptModule
+    side: UserSide
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPart:
+    """A dense part, and which of its inputs are the user's.
+
+    Attributes:
+        part: its description, with the names of the user side.
+        keys: the key of each feature.
+        spans: the columns of each pooled feature in the embeddings, [first, last).
+    """
+
+    part: DensePart
+    keys: Mapping[str, str]
+    spans: Mapping[str, tuple[int, int]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys and dense inputs of the user."""
+        assert self.part.user_side is not None  # noqa: S101
+        return self.part.user_side.names
+
+    @property
+    def user_spans(self) -> list[tuple[int, int]]:
+        """The columns of the user's pooled features."""
+        return [span for feature, span in self.spans.items() if self.keys[feature] in self.names]
+
+    @property
+    def arguments(self) -> list[int]:
+        """The user's inputs, counted without the embeddings."""
+        return self.part.user_arguments(self.keys)
+
+
+def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DensePart) -> tuple[str, ...]:
+    """The keys and dense inputs that match a pattern, in the order of the manifest.
+
+    Raises:
+        ConfigurationError: a pattern matches none; or of two keys with equally many ids in each sample, one is of the
+            user and the other is not.
+    """
+    names = [*manifest.keys, *(tensor.name for tensor in part.by_sample)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigurationError(
+                f"user_side {pattern!r}: expected the name of a feature or dense input, or a glob over names, "
+                f"matches none of {', '.join(names)}"
+            )
+    chosen = tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    for group in part.together:
+        if 0 < sum(key in chosen for key in group) < len(group):
+            raise ConfigurationError(
+                f"user_side: {', '.join(group)} have equally many ids in each sample: name all of them, or none"
+            )
+    return chosen
+
+
+def compile_user_side(
+    module: fx.GraphModule, split: SplitPart, serve: Run, probes: Sequence[DenseInputs]
+) -> UserSidePrograms | str:
+    """Compile a dense part for many items of one user.
+
+    Args:
+        module: the dense part.
+        split: its description.
+        serve: runs the whole dense part as it is served.
+        probes: inputs of the dense part, the usual ones first.
+
+    Returns:
+        The programs, or why there are none: every request is then scored by the whole dense part.
+    """
+    part = split.part
+    if part.mixes_samples:
+        return f"samples may meet in {part.mixed_by}"
+    if part.dtype is not DenseDtype.FP32:
+        return f"the dense part has {part.dtype.value} weights"
+    try:
+        programs = _rewritten(module, split, probes[0])
+        for probe in probes:
+            difference = _difference(programs, split, serve, probe, is_usual=probe is probes[0])
+            if difference is not None:
+                return difference
+    except Exception as error:  # what the graph has that this pass does not know must not stop an export
+        return f"the dense part cannot be split: {first_line(error)}"
+    return programs
+
+
+def _rewritten(module: fx.GraphModule, split: SplitPart, inputs: DenseInputs) -> UserSidePrograms:
+    jagged = split.part.jagged
+    with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
+        exported = torch.export.export(
+            Interpreted(module),
+            tuple(inputs.tensors(jagged)),
+            dynamic_shapes=(dynamic_dims(inputs, jagged),),
+            strict=False,
+        )
+        # An empty table takes writes out of the graph, and leaves its operators whole.
+        graph = simplified(exported.run_decompositions({}).module(check_guards=False))
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    user = UserInputs(_merged(split.user_spans), frozenset(number + 1 for number in split.arguments))
+    once = once_per_user(graph, placeholders, user)
+    left_alone = [f"{node.target}{short_line_of(node)}" for node in once.left_alone]
+    side = UserSide(split.names, once.per_user, once.operators, tuple(dict.fromkeys(left_alone)))
+    with torchscript(), quiet():
+        of_user, of_items = (torch.jit.freeze(torch.jit.script(each).eval()) for each in (once.user, once.items))
+    return UserSidePrograms(of_user, of_items, side)
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Columns in ascending order, [first, last), adjacent ones as one."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, last))
+    return tuple(merged)
+
+
+def _difference(
+    programs: UserSidePrograms, split: SplitPart, serve: Run, probe: DenseInputs, *, is_usual: bool
+) -> str | None:
+    """How the answers of two programs differ, or None if rounding explains it."""
+    for user, count in zip(_USERS, _ITEMS, strict=True):
+        samples = torch.arange(user, user + count) % probe.samples
+        whole, tensors = _ranking(probe, split, user, samples)
+        expected = serve(whole)
+        rounding = Rounding(serve, whole, expected, split.part.dtype, is_usual=is_usual)
+        for name, numbers in _run(programs, split, tensors).items():
+            if numbers.shape != expected[name].shape:
+                return f"output {name!r} has the shape {list(numbers.shape)} in place of {list(expected[name].shape)}"
+            if not rounding.explains(name, numbers):
+                off = largest_difference(numbers, expected[name])
+                return f"output {name!r} is off by {off:.3g} for {count} items of one user"
+    return None
+
+
+def _ranking(
+    probe: DenseInputs, split: SplitPart, user: int, samples: Tensor
+) -> tuple[DenseInputs, list[tuple[Tensor, Tensor]]]:
+    """A probe with one user in all samples: for the whole dense part; and each tensor for one sample, and for all."""
+    names, part = split.names, split.part
+    of_user, of_items = probe.select(torch.full_like(samples, user)), probe.select(samples)
+    row = probe.select(torch.tensor([user]))
+    embeddings = of_items.embeddings.clone()
+    for first, last in split.user_spans:
+        embeddings[:, first:last] = of_user.embeddings[:, first:last]
+    dense = tuple(
+        user_tensor if tensor.name in names else items_tensor
+        for tensor, user_tensor, items_tensor in zip(part.by_sample, of_user.dense, of_items.dense, strict=True)
+    )
+    bags = {name: (of_user if probe.keys.get(name, name) in names else of_items).bags[name] for name in of_items.bags}
+    rows = {name: (of_user if probe.keys[name] in names else of_items).rows[name] for name in of_items.rows}
+    whole = replace(of_items, embeddings=embeddings, dense=dense, bags=bags, rows=rows)
+    single = replace(row, embeddings=embeddings[:1])
+    return whole, [*zip(single.tensors(part.jagged), whole.tensors(part.jagged), strict=True)]
+
+
+def _run(
+    programs: UserSidePrograms, split: SplitPart, tensors: Sequence[tuple[Tensor, Tensor]]
+) -> Mapping[str, Numbers]:
+    """The answers of the programs, by output."""
+    (row, rows), *others = tensors
+    with torch.no_grad(), quiet():
+        of_user = programs.user(row, *(others[number][0] for number in split.arguments))
+        of_items = [tensor for number, (_, tensor) in enumerate(others) if number not in split.arguments]
+        answers = programs.items(rows, *of_items, *of_user)
+    return {output.name: answer.numpy() for output, answer in zip(split.part.outputs, answers, strict=True)}

@@ -1,0 +1,79 @@
+"""Rankers in which user and items meet at random places: each answers as by itself, alone, merged, in any order."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export import ExportConfig, export_model
+from serving.bundle.tables import OutputDtype
+from serving.engine import Engine
+from serving.lookup import user_side
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
+from tests.support.module_calls import answer_of_call
+from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
+from tests.support.scored_models import EXACT
+
+SHORT, LONG = range(7), range(7, 300)
+# The items of each request: fewer than are worth it, one slice and several.
+SIZES = (3, 16, 21, 40)
+# Ids, dense inputs, and what the module answers by itself.
+Asked = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+@pytest.mark.parametrize("seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
+def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_side, "SLICE", 16)
+    module = meeting(seed)
+    config = replace(EXACT, user_side=USER_SIDE, output_dtype=OutputDtype.FP16 if seed % 7 == 6 else OutputDtype.FP32)
+    with Engine.open(export_model(module, tmp_path, "m", config, example=_example(module))) as engine:
+        part = engine.bundle.manifest.dense_part
+        assert part is not None
+        assert part.user_side is not None, engine.bundle.manifest.notes
+        assert {*part.user_side.names} == {*USER_SIDE}
+        every = [_asked(module, np.random.default_rng((seed, size)), size) for size in SIZES]
+        tensors = []
+        used = [tensor.name for tensor in part.inputs]
+        for bags, every_dense, right in every:
+            dense = {name: every_dense[name] for name in used}
+            answer = engine.score(bags, dense, shared=USER_SIDE)
+            _expect_right(answer, right, every, config)
+            encoded = encode(bags, [], USER_SIDE)
+            tensors.append(replace(encoded, outputs=[*answer], dense=encode_dense(part.inputs, dense)))
+        order = np.random.default_rng(seed).permutation(len(every)).tolist()
+        answers = engine.answer([accept(engine.schema, tensors[number]) for number in order]).outcomes()
+        for number, merged in zip(order, answers, strict=True):
+            assert isinstance(merged, Mapping), merged
+            _expect_right(merged, every[number][2], every, config)
+
+
+def _example(module: Meeting) -> tuple[Any, ...]:
+    return module.arguments(*module.request(np.random.default_rng(module.seed), 7))
+
+
+def _asked(module: Meeting, random: np.random.Generator, items: int) -> Asked:
+    """A ranking request: one user, some items."""
+    bags, dense = module.request(random, items)
+    repeated = {key: bag[:1] * items if key in USER_SIDE else bag for key, bag in bags.items()}
+    repeated_dense = {
+        name: np.repeat(rows[:1], items, 0) if name in USER_SIDE else rows for name, rows in dense.items()
+    }
+    right = answer_of_call(module, module.arguments(repeated, repeated_dense))
+    once = {key: bag[:1] if key in USER_SIDE else bag for key, bag in bags.items()}
+    once_dense = {name: rows[:1] if name in USER_SIDE else rows for name, rows in dense.items()}
+    return once, once_dense, right
+
+
+def _expect_right(
+    answer: Mapping[str, Any], right: Mapping[str, Any], every: list[Asked], config: ExportConfig
+) -> None:
+    """But for rounding, relative to the largest number of all answers."""
+    limit = 1e-5 if config.output_dtype is OutputDtype.FP32 else 1e-2
+    for name, numbers in answer.items():
+        largest = max(float(np.abs(asked[2][name]).max(initial=0)) for asked in every)
+        np.testing.assert_allclose(numbers, right[name], rtol=0, atol=limit * largest, err_msg=name)
