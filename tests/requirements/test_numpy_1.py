@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    *("tests/serving/lookup", "tests/serving/test_engine.py", "tests/serving/test_once.py"),
+    *("tests/serving/lookup", "tests/serving/test_once.py"),
     *(
         "tests/serving/test_sequences.py",
         "tests/serving/test_jagged_scores.py",
