@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.bundle.load import in_use
+from export import export_model
+from serving.bundle.load import in_use, open_bundle
 from serving.engine import Engine
 from serving.errors import ServingError
 from serving.server import run_server
 from serving.server.private_folder import Trust, private_folder
 from tests.support.attackers import Target, add_code, answers, expected_files, flip, row_of, served_files
+from tests.support.scored_models import EXACT, two_tower
 from tests.support.servers import FREE
 
 
@@ -99,6 +101,19 @@ def test_a_copy_is_no_link(target: Target) -> None:
         assert (private.repository / "m" / "2" / "weights.0.bin").read_bytes() == content
         assert not any(path.is_symlink() for path in private.repository.rglob("*"))
     assert not Path(private.path).exists()
+
+
+def test_a_signed_model_with_scores_has_all_its_programs(target: Target) -> None:
+    path = export_model(two_tower(), target.repository, "ranker", EXACT, signing_key=target.key)
+    manifest = open_bundle(path).manifest
+    request = {"user_id": [[3]], "country": [[4]], "words": [[5, 6]], "item_id": [[7]]}
+    expected = Engine.open(path).score(request)
+    with private_folder(target.repository, ["ranker"], Trust(keys=target.trusted)) as private:
+        version = private.repository / "ranker" / path.name
+        assert {file.name for file in version.iterdir()} == {*manifest.files, "manifest.json", "manifest.sig"}
+        scores = Engine.open(version).score(request)
+        for name, values in expected.items():
+            np.testing.assert_array_equal(scores[name], values)
 
 
 def test_weights_in_place_are_compared_and_nothing_else_is_linked(target: Target) -> None:
