@@ -222,7 +222,7 @@ def test_booleans_of_a_column_are_the_ids_0_and_1(column: Any) -> None:
         pd.Series([], dtype="category"),
         np.array([], object),
     ],
-    ids=repr,
+    ids=lambda column: f"{type(column).__module__} {getattr(column, 'type', getattr(column, 'dtype', ''))}",
 )  # fmt: skip
 def test_a_column_of_nothing_has_no_samples(column: Any) -> None:
     expect_equal(encode({"a": column}), encode({"a": []}))
