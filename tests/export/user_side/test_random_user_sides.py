@@ -19,7 +19,7 @@ from tests.support.module_calls import answer_of_call
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 
-SHORT, LONG = range(7), range(7, 300)
+SHORT, LONG = range(20), range(20, 300)
 # The items of each request: fewer than are worth it, one slice and several.
 SIZES = (3, 16, 21, 40)
 # Ids, dense inputs, and what the module answers by itself.
