@@ -176,7 +176,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
             Capability.INPUT_HASH_SIZE: any(id_map.valid_ids is not None for id_map in maps),
             Capability.INT32_IDS: self.id_dtype is IdDtype.INT32,
             Capability.MODULO: any(table.id_policy is IdPolicy.MODULO for table in self.tables),
-            Capability.NO_PROGRAM: PROGRAM not in self.files,
+            # A plan has no files yet.
+            Capability.NO_PROGRAM: bool(self.files) and PROGRAM not in self.files,
             Capability.POSITION_WEIGHTS: any(feature.position_weights is not None for feature in self.features),
             Capability.SEQUENCES: any(table.is_sequence for table in self.tables),
             Capability.USER_SIDE: self.dense_part is not None and self.dense_part.user_side is not None,

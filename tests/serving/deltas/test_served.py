@@ -265,14 +265,14 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
     assert tbe_export("prune", str(bundle.parent), "--keep", "1").stderr == ""
     (tmp_path / "r.deltas").rename(tmp_path / "elsewhere")
     assert (
-        "not beside the repository: name their folder, --deltas"
+        "its deltas are not beside the repository, and are kept: name their folder with --deltas"
         in tbe_export("prune", str(bundle.parent), "--keep", "1").stderr
     )
     (tmp_path / "elsewhere").rename(tmp_path / "r.deltas")
     (left,) = (tmp_path / "r.deltas" / "m").iterdir()
     assert left != folder
     for wrong, said in (
-        ((), "expected --rows, or --model"),
+        ((), "expected either --rows or --model"),
         (("--rows", str(bundle.parent / "config.pbtxt")), "expected safetensors"),
         (("--model", "tests.support.models:summed"), "expected the tables of"),
         (("--rows", str(tmp_path / "rows.safetensors"), "--max-error", "user"), "expected TABLE=X"),

@@ -439,5 +439,5 @@ def test_the_command_says_what_it_did(tmp_path: Path) -> None:
     path = delta_path(folder_of(bundle), LAST, 0)
     rows = np.count_nonzero(numbers())
     said = tbe_export("squash", str(bundle.parent))
-    assert said.stdout == f"{path}: {rows} rows, deltas up to {LAST} of version 1, as one\n"
+    assert said.stdout == f"{path}: {rows} rows, deltas up to {LAST} of version 1 as one\n"
     assert load(path.read_bytes())["t/ids"].tolist() == np.flatnonzero(numbers()).tolist()

@@ -143,7 +143,7 @@ def test_a_stop_loses_no_call_of_plain_clients(repository: Path, tmp_path: Path,
             wait_for_more(each)
     assert code == 0
     assert (in_turn.lost, proxied.lost) == ([], [])
-    assert [word for word in ("drains for up to", "stops: ", "stopped") if word not in said] == []
+    assert [word for word in ("drains for up to", "stopping: ", "stopped") if word not in said] == []
 
 
 def status_of(server: Running) -> str:

@@ -85,7 +85,7 @@ def test_names_that_triton_cannot_serve_are_named(crowded: Path) -> None:
     (line,) = left_out(crowded, False, ["--load-model=echo", "--load-model=ensemble", "--load-model=onnx one"])
     assert "-- " not in line
     assert line.endswith(
-        "nor a blank or a shell's characters in that of a Python model: rename echo two, model\udcff"
+        "no blanks or shell characters in names of Python models: rename echo two, model\udcff"
     )
 
 
