@@ -4,7 +4,10 @@ import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import np_to_triton_dtype
 
 from serving.client import LookupClient, Retries
 from serving.errors import InvalidRequest, ServerUnavailable
@@ -19,14 +22,30 @@ def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
         run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", 30) as client,
     ):
-        with pytest.raises(
-            InvalidRequest, match=r"ids: expected at most 10 in a request, got 11: .*--max-request-ids"
-        ):
+        too_many_ids = r"ids: expected at most 10 in a request, got 11: .*--max-request-ids"
+        too_many_samples = r"samples: expected at most 4 in a request, got 5"
+        with pytest.raises(InvalidRequest, match=too_many_ids):
             client.lookup({"x": [list(range(11))]})
-        with pytest.raises(InvalidRequest, match=r"samples: expected at most 4 in a request, got 5"):
+        with pytest.raises(InvalidRequest, match=too_many_samples):
             client.lookup({"x": [[]] * 5})
+        assert metric(server, "tbe_rejected_total", model="m", reason="size") == 0  # our client sent neither
+        with pytest.raises(triton.InferenceServerException, match=too_many_ids):
+            send(server.grpc, list(range(11)), [11])
+        with pytest.raises(triton.InferenceServerException, match=too_many_samples):
+            send(server.grpc, [], [0] * 5)
         assert client.lookup({"x": [list(range(10))]})["x"].shape == (1, 8)  # more than a call takes: alone
         assert metric(server, "tbe_rejected_total", model="m", reason="size") == 2
+
+
+def send(address: str, ids: list[int], lengths: list[int]) -> None:
+    """A lookup of the key `x` by a client that knows no limits."""
+    inputs = []
+    for name, numbers, dtype in (("values", ids, np.int64), ("lengths", lengths, np.int32)):
+        array = np.array([numbers], dtype)
+        inputs.append(triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    with triton.InferenceServerClient(address) as client:
+        client.infer("m", inputs, parameters={"features": "x"}, client_timeout=30)
 
 
 def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: Path) -> None:
