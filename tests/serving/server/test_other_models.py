@@ -84,9 +84,7 @@ def test_names_that_triton_cannot_serve_are_named(crowded: Path) -> None:
     add_model(crowded, "echo two", {"config.pbtxt": CONFIG, "1/model.py": ECHO})
     (line,) = left_out(crowded, False, ["--load-model=echo", "--load-model=ensemble", "--load-model=onnx one"])
     assert "-- " not in line
-    assert line.endswith(
-        "no blanks or shell characters in names of Python models: rename echo two, model\udcff"
-    )
+    assert line.endswith("no blanks or shell characters in names of Python models: rename echo two, model\udcff")
 
 
 @pytest.mark.parametrize("name", ["a b", "a\tb", "a'b", "a$b", "a;b", "a(b)", "a&b", "a*", "a\\b"])
