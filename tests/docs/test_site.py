@@ -91,7 +91,7 @@ def test_pages_ask_no_other_host_and_fit_the_screen(
         ("certificate renewal", "tls/"),
         ("TbeSlow", "runbook/"),
         ("publish_changes", "api/export/"),
-        ("row_wise sharding", "sharding/"),
+        ("shard large tables over ranks", "sharding/"),
         ("rolling out canary", "rolling-out/"),
         ("NetworkPolicy", "kubernetes/"),
         ("LookupClient timeout_s", "api/client/"),
