@@ -1,5 +1,6 @@
 """Rankers in which user and items meet at random places: each answers as by itself, alone, merged, in any order."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from tests.support.module_calls import answer_of_call
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 
-SHORT, LONG = range(20), range(20, 300)
+# RANDOM_MODELS=300 makes more of them.
+SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "120")))
 # The items of each request: fewer than are worth it, one slice and several.
 SIZES = (3, 16, 21, 40)
 # Ids, dense inputs, and what the module answers by itself.
