@@ -296,7 +296,7 @@ def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pe
         code, said = stopped(server)
         assert code == 0
         before = "cannot switch to the renewed certificates, and keeps the previous ones"
-        assert said.count(f"{before}: --tls-cert {pems.folder / 'server.pem'}, --tls-key") == 1
+        assert said.count(f"{before}: --tls-cert, --tls-key: {pems.folder / 'server.pem'}: expected") == 1
         assert said.count(f"{before}: {pems.folder / 'server.pem'}: is not valid now: a certificate is from") == 1
         assert f"{before}: failed to load 'm'" in said
 
