@@ -18,6 +18,7 @@ from export.batchability.sample_axis import (
     is_symbolic_number,
     rows_per_sample,
 )
+from export.capture.graph_nodes import nodes_computing
 from export.trained.source_location import short_line_of
 
 
@@ -37,7 +38,8 @@ def first_mixing_node(
     """
     flow = _SampleFlow(graph, keys, lengths)
     output = next(node for node in graph.nodes if node.op == "output")
-    needed = _needed(output)
+    # Other nodes check numbers. If such a check fails for merged requests, they are scored one by one.
+    needed = nodes_computing(output)
     for node in graph.nodes:
         if node in needed and node.op == "call_function" and not flow.follow(node):
             return f"{node.target}{short_line_of(node)}"
@@ -45,21 +47,6 @@ def first_mixing_node(
         if not flow.has_all_rows(node, by_id.get(number)):
             return f"an answer whose rows are not samples{short_line_of(node)}"
     return None
-
-
-def _needed(output: fx.Node) -> set[fx.Node]:
-    """The nodes that an output is computed from.
-
-    Other nodes check numbers. If such a check fails for merged requests, they are scored one by one.
-    """
-    needed: set[fx.Node] = set()
-    waiting = [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
 
 
 class _SampleFlow:

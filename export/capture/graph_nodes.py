@@ -1,4 +1,4 @@
-"""Nodes of a graph of ATen: what they do to numbers, and which tensors they write to."""
+"""Properties of the nodes in an ATen graph: how they change numbers, and which tensors they write to."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,3 +141,15 @@ def _aliased_arguments(node: fx.Node, *, of_writes: bool) -> list[fx.Node]:
             values = value if isinstance(value, list | tuple) else [value]
             nodes += [tensor for tensor in values if isinstance(tensor, fx.Node)]
     return nodes
+
+
+def nodes_computing(output: fx.Node) -> set[fx.Node]:
+    """The nodes that an output is computed from, itself included."""
+    needed: set[fx.Node] = set()
+    waiting = [output]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed

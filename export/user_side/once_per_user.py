@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.capture.graph_nodes import attribute_of
+from export.capture.graph_nodes import attribute_of, nodes_computing
 from export.user_side.builder import Builder
 from export.user_side.call import Call
 from export.user_side.rules import rule_for
@@ -87,7 +87,7 @@ class _Rewriting:
         """The graph for many items of one user."""
         self._add_inputs()
         (output,) = (node for node in self._module.graph.nodes if node.op == "output")
-        needed = _needed(output)
+        needed = nodes_computing(output)
         operators = [node for node in self._module.graph.nodes if node in needed and node.op == "call_function"]
         for node in self._module.graph.nodes:
             if node.op == "get_attr" and node in needed:
@@ -243,15 +243,3 @@ def _is_of_user(entry: Any) -> bool:
 
 def _is_constant(build: Builder, entry: Any) -> bool:
     return isinstance(entry, Part) and (build.is_constant(entry) or ITEMS not in entry.shape)
-
-
-def _needed(output: fx.Node) -> set[fx.Node]:
-    """The nodes that an output is computed from."""
-    needed: set[fx.Node] = set()
-    waiting = [output]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed

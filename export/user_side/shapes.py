@@ -102,10 +102,7 @@ def split(call: Call) -> list[Value] | None:
         return None
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    if 0 in sizes:
-        return None
-    return [cut_value(call.build, value, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+    return None if 0 in sizes else _parts(call, value, dim, sizes)
 
 
 def chunk(call: Call) -> list[Value] | None:
@@ -117,6 +114,11 @@ def chunk(call: Call) -> list[Value] | None:
     widths = [tensor.shape[dim] for tensor in call.node.meta["val"]]
     if value.shape[dim] == ITEMS or not all(isinstance(width, int) and width for width in widths):
         return None
+    return _parts(call, value, dim, widths)
+
+
+def _parts(call: Call, value: Value, dim: int, widths: Sequence[int]) -> list[Value]:
+    """The parts of a value along a dimension, one after the other."""
     starts = [sum(widths[:number]) for number in range(len(widths))]
     return [cut_value(call.build, value, dim, start, width) for start, width in zip(starts, widths, strict=True)]
 
