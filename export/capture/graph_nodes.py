@@ -113,7 +113,7 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def written_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose tensors a writing node changes: its arguments, and what they are views of."""
+    """The nodes whose tensors a writing node changes: written arguments, and tensors that share their memory."""
     waiting = _aliased_arguments(node, of_writes=True)
     visited: set[fx.Node] = set()
     while waiting:
