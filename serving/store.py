@@ -149,7 +149,11 @@ class Store:
         recorded = self.read(f"{name}/{TAKEN}")  # who copied a folder by other means made none
         if recorded is not None and recorded.strip() != hashlib.sha256(text).hexdigest().encode():
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
-        for file, digest in parse_manifest(path, text).files.items():
+        files = parse_manifest(path, text).files
+        for left in draft.iterdir():  # a killed pull leaves what it was writing
+            if left.name not in files:
+                left.unlink()
+        for file, digest in files.items():
             self._bring(f"{name}/{file}", draft / file, digest, progress)
         make_content(signature_of(path), self.read(f"{name}/{signature_of(path).name}"))
         make_content(path, text)

@@ -369,6 +369,7 @@ def test_what_was_interrupted_goes_on(
     assert len(weights) // part == 3
     draft = tmp_path / ".here.pulls" / "m" / f"1-{open_bundle(large).digest[:16]}"
     draft.mkdir(parents=True)
+    (draft / ".manifest.json.abcdefgh").write_bytes(b"of a pull that was killed while it wrote the last file")
     (draft.parent / "1-of another manifest").mkdir()
     begun = {
         "whole parts": weights[: 2 * part],
