@@ -1,9 +1,9 @@
-"""The times of a server that drains before it stops, so that clients of any kind leave it without a lost call.
+"""The timing of a server that drains before it stops, so that no client loses a call.
 
-First it says that it is not ready, and answers as before, also new connections: load balancers and endpoints need
-time to notice. Then new connections are refused, and each open one is closed by its age: gRPC tells the client, which
-finishes its calls and connects elsewhere (GOAWAY; MAX_CONNECTION_AGE of gRPC's proposal A9). The server stops when no
-connection is left.
+First the server reports that it is not ready, and still answers new connections: load balancers need time to notice.
+Then it refuses new connections and closes each open one by its age: gRPC tells the client, which finishes its calls
+and connects to another server (GOAWAY; MAX_CONNECTION_AGE of gRPC's proposal A9). The server stops when no connection
+is left.
 """
 
 import time
@@ -15,8 +15,8 @@ from serving.server.port_handover import PortHandover
 from serving.triton.command_line import RENEWAL_AGE_MS, connection_age_of
 
 LEAST_S, MOST_S = 2.0, 3600.0
-# Of the whole time: that in which new connections are accepted, and the age of a connection. gRPC draws each
-# connection's age from 0.9 to 1.1 of that. What is left is for the last calls.
+# Shares of the drain time: new connections are accepted during the first; a connection is closed at the age of the
+# second. gRPC draws each age from 0.9 to 1.1 of that. The last calls have the rest.
 ACCEPTING, _AGE = 0.5, 0.3
 # Seconds after the last new connection until all of them are seen.
 _REACHED_S = 1.0
@@ -27,7 +27,7 @@ def connection_age_ms(drain_s: float, *, renews: bool) -> int | None:
 
     Args:
         drain_s: the time in which it drains, in seconds. 0: it does not.
-        renews: whether another process can take over its port, with a renewed certificate.
+        renews: whether a process with a renewed certificate can take over its port.
     """
     if drain_s:
         return min(round(1e3 * _AGE * drain_s), RENEWAL_AGE_MS)
@@ -38,13 +38,13 @@ def check_drain(drain_s: float, options: Sequence[str]) -> float:
     """Check a time to drain, in seconds; 0: do not drain.
 
     Args:
-        options: those of tritonserver.
+        options: tritonserver's.
 
     Returns:
         The longest time for which the server keeps a connection, in seconds.
 
     Raises:
-        ConfigurationError: it is too short, too long, or shorter than connections last.
+        ConfigurationError: the time is too short, too long, or shorter than connections last.
     """
     if not (drain_s == 0 or LEAST_S <= drain_s <= MOST_S):
         raise ConfigurationError(f"--drain-s {drain_s:g}: expected 0, or {LEAST_S:g} to {MOST_S:g} seconds")
@@ -74,7 +74,7 @@ class Drain:
     _refuses: bool = False
 
     def is_over(self, processes: list[int]) -> bool:
-        """Do what is due. Returns whether no connection is left, or the time is up.
+        """Refuse new connections when that is due. Returns whether no connection is left, or the time is up.
 
         Args:
             processes: the tritonservers that may have connections.

@@ -76,7 +76,7 @@ class PortHandover:
         self._ipv6.enter_context(ipv4_alone(self._host, self._port))
 
     def close(self) -> None:
-        """Let the kernel choose among the processes from now on."""
+        """From now on the kernel chooses among the processes."""
         if not self._is_open:
             return
         self._ipv6.close()
@@ -95,9 +95,9 @@ class PortHandover:
         self._selector.close()
 
     def hand_over(self, process: int) -> None:
-        """Direct new connections to the process that began to listen after `process`, which has got them so far.
+        """Direct new connections to the process that began to listen after `process`, which they have gone to so far.
 
-        Open connections stay where they are.
+        Open connections stay with their process.
 
         Raises:
             OSError: as the constructor; or `process` has ended.

@@ -18,7 +18,7 @@ MOST, WITHIN_S = 5, 600.0
 class Restarts:
     """Decides whether and when a server is started again: at most MOST times within WITHIN_S.
 
-    The pause is 0 s if the last server came to serve. Otherwise it is 1, 3, 7, 15 s.
+    The pause is 0 s if the last server had loaded its models; after failed starts it is 1, 3, 7, 15 s.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Supervisor:
         self._failure: ServingError | None = None
         self._renewal = CertificateRenewal(server, self._served, recover)
         self._drain: Drain | None = None
-        # The signal that the server is stopped by, and that which ends it at once.
+        # The signal that stops the server, and the signal that ended it at once.
         self._number: int = signal.SIGTERM
         self._killed_by: int | None = None
         self._stopping = False
@@ -81,9 +81,9 @@ class Supervisor:
         self._is_idle = False
 
     def stop(self, number: int) -> None:
-        """Stop by signal `number`: drain if the server is to, then answer what it accepted. The second time: at once.
+        """Stop by signal `number`: drain if configured, then answer the accepted requests. A second call ends it.
 
-        It may be called by the handler of a signal, so it waits for nothing.
+        A signal handler may call it, so it does not wait.
         """
         if self._stopping or self._drain is not None:
             self._kill(number)
@@ -117,7 +117,7 @@ class Supervisor:
         self._log.info("stopping: accepted requests are answered", extra={"event": "stopping"})
 
     def wait(self) -> int:
-        """Watch until the server has ended and is not started again. Returns its exit code, or less than 0: a signal.
+        """Watch until the server has ended and is not started again. Returns its exit code; negative: a signal.
 
         If a server crashes while it stops, and no request was left, the exit code is 0. Triton 2.51 sometimes does so
         after many clients gave up.
@@ -147,7 +147,7 @@ class Supervisor:
         return self._stopping or self._drain is not None
 
     def _code_of_stop(self, code: int) -> int:
-        """The exit code, of which a crash takes nothing if nothing was left to answer."""
+        """The exit code: 0 for a crash during a stop in which no request was left to answer."""
         if self._stopping and code < 0 and self._is_idle:
             self._log.warning(
                 "tritonserver ended with %s while it stopped, with nothing left to answer",

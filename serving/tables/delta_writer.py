@@ -1,13 +1,13 @@
 """The delta writer: the one process of a server that writes deltas to its live copies. `tbe-serve run` starts it.
 
-It is a process of its own, because lookups wait while rows are half written: nothing here waits for Python's lock, or
-for another thread. It reads the folders of deltas `_LOOKS_S` apart, checks a delta as a whole, and writes its rows in
-slices of at most `_SLICE_S`. In between it sleeps, so that lookups are held up for about 1 % of the time; for more of
-it if a delta is large, or a copy is behind.
+Lookups wait while a row is half written. So the writer is a process of its own, in which nothing waits for Python's
+lock or for another thread. It reads the folders of deltas every `_LOOKS_S`, checks a whole delta, and writes its rows
+in slices of at most `_SLICE_S`. It sleeps between slices, so that lookups wait for about 1 % of the time; longer if a
+delta is large or a copy is behind.
 
-A number that is missing is waited for. A delta that cannot be read, is not signed by a trusted key, or does not fit
-stops those behind it, until another takes its place. The model serves on. Where several deltas are squashed to one
-file, that is applied in their place.
+The writer waits for a number that is missing. It stops at a delta that cannot be read, that no trusted key signed, or
+that does not fit, until another delta has that number. The model keeps serving. Where several deltas are squashed
+into one file, the writer applies that file.
 """
 
 import gc
@@ -35,7 +35,7 @@ _LOOKS_S = 0.2
 _LISTS_S = 1.0
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
-# The share of the time that rows are written: so much that a delta is written within _WITHIN_S, but between the two.
+# The share of the time in which rows are written: what writes a delta within _WITHIN_S, but from least to most.
 _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.25
 # A delta that is older than this, in seconds, is behind: it is written as fast as lookups can bear.
 _BEHIND_S = 2.0
@@ -44,7 +44,7 @@ _RETRY_S = 2.0
 # Bytes of a copy that are mapped at once, see madvise(2).
 _MAPPED_AT_ONCE, _POPULATE_WRITE = 512 << 20, 23
 _START_AGAIN = "bring it back, or start the server again, which applies what is there"
-# A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
+# A copy that no model uses is removed after so many seconds. Until then, a model that is loaded again takes it.
 _UNUSED_S = 10.0
 
 
@@ -71,9 +71,9 @@ def main(server: str) -> None:
 
 
 def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
-    """Take new copies, and let those go that nobody uses."""
+    """Take new copies, and close those that no model uses."""
     for path in {*live_copies(server)} - copies.keys():
-        with suppress(OSError, ServingError):  # it was just removed; a model that waits for it says that it waited
+        with suppress(OSError, ServingError):  # it was just removed; a model that waits for it raises its own error
             copies[path] = AppliedCopy(LiveCopy.attach(path))
     for path, copy in [*copies.items()]:
         if copy.is_unused():
@@ -82,7 +82,7 @@ def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
 
 
 class AppliedCopy:
-    """A live copy, and where it is in its lineage.
+    """A live copy, and which deltas of its lineage it has.
 
     Args:
         copy: what is written to.
@@ -106,14 +106,14 @@ class AppliedCopy:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
         self._shards = shard_rows(copy, self._manifest)
         self._slices: Iterator[float] | None = None
-        self._mapped_bytes = 0  # that need no page fault any more when they are written
+        self._mapped_bytes = 0  # writing these needs no page fault any more
         self._rows = _FIRST_ROWS  # of a slice
         self._rows_left = 0  # rows of the present delta that are not written
-        self._due_at = 0.0  # when it should be written, by time.monotonic
+        self._due_at = 0.0  # when the present delta should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
-        self._retry_at = 0.0  # when what was refused is tried again, by time.monotonic
-        # The file that was applied last, and the one that is being applied; and what tells each from another.
+        self._retry_at = 0.0  # when the refused delta is tried again, by time.monotonic
+        # The file that was applied last, and the file that is being applied, each with its `_identity`.
         self._applied: tuple[Path, object] = Path(), None
         self._reading: tuple[Path, object] = Path(), None
         self._is_other = False
@@ -138,7 +138,7 @@ class AppliedCopy:
         return now >= self._used_at + _UNUSED_S and self._copy.remove()
 
     def step(self) -> None:
-        """Write a slice, or begin with the next delta; and say when the next step is due."""
+        """Write a slice, or begin the next delta. Then set `next_at`."""
         if self._slices is None:
             self._slices = self._begin()
         took_s = None if self._slices is None else next(self._slices, None)
@@ -159,7 +159,7 @@ class AppliedCopy:
         return min(max(left_s / until_s, _LEAST_SHARE), _MOST_SHARE)
 
     def _begin(self) -> Iterator[float] | None:
-        """The slices of the next delta. None: it is not there, or cannot be applied."""
+        """The slices of the next delta. None: it does not exist, or cannot be applied."""
         delta = self._next()
         if delta is None or self._state.sequence >= self._awaited:
             self._state.note_caught_up()
@@ -179,7 +179,7 @@ class AppliedCopy:
             self._mapped_bytes += size
 
     def _next(self) -> Delta | None:
-        """The next delta. None: it is not there, or cannot be applied, which the state says."""
+        """The next delta. None: it does not exist, or cannot be applied; then the state has the reason."""
         path, identity = self._folder, None
         try:
             self._check_applied()
@@ -198,17 +198,17 @@ class AppliedCopy:
         return delta
 
     def _refuse(self, identity: object, why: str) -> None:
-        """Say why the next delta is not applied. It is tried again: its signature or a key may come later."""
+        """Write into the state why the next delta is not applied. It is tried again: a key may be added."""
         self._refused, self._retry_at = identity, time.monotonic() + _RETRY_S
         self._state.note_stopped(why)
 
     def _next_step(self) -> Step:
-        """What comes next: squashed deltas if they can be taken, else the next one, which may not be there yet.
+        """The next step: squashed deltas if they can be applied, else the next delta, which may not exist yet.
 
-        If a killed delta writer wrote rows of something, that comes first.
+        A delta of which a killed delta writer wrote some rows comes first.
 
         Raises:
-            BundleError: that is gone, or another has its place.
+            BundleError: that delta was removed or replaced.
         """
         applied, begun = self._state.sequence, self._state.begun
         if begun != applied:
@@ -223,14 +223,14 @@ class AppliedCopy:
         return next_step(self._squashed, applied)
 
     def _check_applied(self) -> None:
-        """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
+        """Refuse to continue if the newest delta that was applied is gone, or another delta has its number now.
 
-        If another has it, the rows here are those of another history, and stay so. A copy of the same bytes in its
-        place is no other: what brings deltas from elsewhere may bring them again. Nor are squashed ones of which it
-        was the last. What is gone may come back.
+        If another delta has the number, the rows of this copy have another history, and the refusal is final. A file
+        of the same bytes is the same delta: an object store's mirror may fetch it again. So is a squashed delta that
+        ends with it. A delta that is gone may come back.
 
         Raises:
-            BundleError: naming it.
+            BundleError: naming the delta.
         """
         sequence = self._state.sequence
         digest = self._state.written.get(sequence)
@@ -254,7 +254,7 @@ class AppliedCopy:
             BundleError: it cannot be applied.
             ConfigurationError: the trusted keys cannot be read.
         """
-        keys = TrustedKeys.of_environment()  # each time: they are changed while servers run
+        keys = TrustedKeys.of_environment()  # read again each time: they change while servers run
         delta = open_delta(self._folder, step, self._manifest, keys)
         if self._state.written.get(step.sequence, delta.digest) != delta.digest:
             path = delta_path(self._folder, *step)
@@ -262,8 +262,8 @@ class AppliedCopy:
         return delta
 
     def _apply(self, delta: Delta) -> Iterator[float]:
-        """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
-        begun = self._state.half_written  # by a delta writer that was killed: what came before is written
+        """Write the rows of a delta, one slice a step. Yields the processor time of the slice, in seconds."""
+        begun = self._state.half_written  # by a delta writer that was killed: the rows before it are written
         self._rows_left = sum(len(changed.ids) for changed in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
         rows_written = 0
@@ -274,7 +274,7 @@ class AppliedCopy:
                 stop = min(start + self._rows, len(ids)) if begun is None else begun[1] - rows_written
                 begun = None
                 parts = [shard_rows.part(ids[start:stop], rows[start:stop]) for shard_rows in self._shards[name]]
-                began = time.thread_time()  # without what others took of the core meanwhile
+                began = time.thread_time()  # excludes the time that other processes had the core
                 with self._state.writing(rows_written + start, stop - start):
                     for target, offset, columns in parts:
                         target[offset] = columns
@@ -294,10 +294,10 @@ class AppliedCopy:
 
 
 def _identity(path: Path) -> object:
-    """Tells one file at a path from another that took its place. None: there is none.
+    """What differs between a file and another that replaced it at the same path. None: there is no file.
 
     Raises:
-        BundleError: nobody can tell.
+        BundleError: it cannot be read.
     """
     try:
         status = path.lstat()

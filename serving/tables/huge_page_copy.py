@@ -1,7 +1,7 @@
 """One copy of a weights file for all processes of a machine, on a file system of huge pages.
 
 It is for machines whose own file systems give no huge pages. A copy is named by the digest of its file. Every process
-that uses a copy holds a lock on it. The last one to let it go removes it.
+that uses a copy holds a lock on it. The last process to release it removes it.
 
 If its users were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run` ends. It
 is not used again, because it may have changed since it was compared with its digest.
@@ -52,7 +52,7 @@ class SharedCopies:
     """The copies that this process uses.
 
     Args:
-        lacks: why memory does not hold further copies on a tmpfs. Empty: it does.
+        lacks: why further copies on a tmpfs do not fit into memory. Empty: they fit.
 
     Raises:
         ConfigurationError: no file system of huge pages is mounted where this process may write.
@@ -104,7 +104,7 @@ class SharedCopies:
         )
 
     def close(self) -> None:
-        """Let all copies go. Those that no other process uses are removed."""
+        """Release all copies. Copies that no other process uses are removed."""
         release_copies(self._locks)
 
 
@@ -148,11 +148,11 @@ def acquire_copy(
         copy: its path.
         size_bytes: its size: whole huge pages.
         fill: writes a new copy, whose bytes are zeros.
-        lacks: why memory does not hold a new copy. Empty: it does.
-        find: called before a new copy is made; whether it put an old one in its place.
+        lacks: why a new copy does not fit into memory. Empty: it fits.
+        find: called before a new copy is made. Returns whether it moved an existing copy to that path.
 
     Raises:
-        OSError: it cannot be made, or a file is there that is no copy.
+        OSError: it cannot be made, or another file has its path.
         BundleError: from `fill`.
     """
     draft = copy.with_name(copy.name + _PARTIAL)
@@ -269,7 +269,7 @@ def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = Non
     Args:
         folders: where they are.
         prefix: what their names begin with.
-        but: what the names end with of those that stay.
+        but: copies whose names end with this stay.
     """
     for copy in (copy for folder in folders for copy in folder.glob(f"{prefix}*")):
         if but is not None and copy.name.endswith(but):
@@ -283,7 +283,7 @@ def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = Non
 
 
 def release_copies(locks: list[int]) -> None:
-    """Let copies go. A copy that no other process holds is removed."""
+    """Release copies. A copy that no other process holds is removed."""
     while locks:
         file = locks.pop()
         with suppress(OSError):  # others hold it

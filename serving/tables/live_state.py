@@ -1,14 +1,14 @@
 """The state of a live copy, and how rows are read from it while they are written.
 
-No reader gets half a row. The first number of the state, the *fence*, is odd while rows are written. A reader notes
-it, looks up, and looks up again if the number was odd or has changed. On x86-64 neither loads nor stores pass one
-another, so nothing else is needed. On other processors, and for a lookup that writers outrun, the reader holds a
-shared lock on the state, which the writer takes exclusively for each slice of rows (fcntl(2), open file description
-locks).
+No reader gets half a row. The first number of the state, the *fence*, is odd while rows are written. A reader reads
+it, looks up, and looks up again if the number was odd or has changed. On x86-64 the processor reorders neither loads
+with loads nor stores with stores, so nothing else is needed. On other processors, and if rows change during each of
+`_TRIES` lookups, the reader holds a shared lock on the state. The writer takes that lock exclusively for each slice
+of rows (fcntl(2), open file description locks).
 
-A writer that is killed leaves an odd number. Its successor writes the slice again, from the place that the state
-names, before the number is even. The state has the digests of the newest delta that is applied and of the one that is
-being written, so that a successor knows them from others that took their places meanwhile.
+A writer that is killed leaves an odd number. The next writer writes that slice again, from the row that the state
+names, and makes the number even. The state has the digests of the newest delta that is applied and of the delta that
+is being written, so that the next writer notices if either was replaced.
 """
 
 import fcntl
@@ -28,9 +28,9 @@ from serving.files import Strict
 
 # Where the texts of the state begin, and the most bytes of each with its length.
 _ABOUT, _STOPPED, _TEXT_BYTES = 4096, 16384, 8192
-# Whether a reader needs no lock: loads stay in order, and stores do.
+# Whether a reader needs no lock: the processor keeps loads in order, and stores in order.
 _IS_ORDERED = platform.machine() == "x86_64"
-# Lookups that a writer may outrun before the reader takes the lock.
+# Lookups during which rows may change before the reader takes the lock.
 _TRIES = 2
 # Longest wait, in seconds, for a writer that was killed while it wrote.
 _PATIENCE_S = 5.0
@@ -73,7 +73,7 @@ class State:
         self._file = file
 
     def close(self) -> None:
-        """Let the pages go."""
+        """Release the pages."""
         for view in (self._numbers, self._pages):
             view.release()
 
@@ -84,17 +84,17 @@ class State:
 
     @property
     def sequence(self) -> int:
-        """The number of the newest delta that is applied as a whole. All before it are."""
+        """The number of the newest delta that is applied completely. All deltas before it are."""
         return self._numbers[self._APPLIED] >> 1
 
     @property
     def begun(self) -> int:
-        """The number of a delta of which rows may be written by now; `sequence` if there is none."""
+        """The number of the delta of which some rows may be written; `sequence` if there is none."""
         return self._numbers[self._BEGUN]
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the deltas are applied that were there when the copy was taken, as far as they are right."""
+        """Whether the deltas that existed when the copy was taken are applied, or one of them is refused."""
         return bool(self._numbers[self._CAUGHT_UP])
 
     @property
@@ -109,17 +109,17 @@ class State:
 
     @property
     def stopped(self) -> str:
-        """Why no further delta is applied. Empty: they are."""
+        """Why no further delta is applied. Empty: deltas are applied."""
         return self._text(_STOPPED).decode(errors="replace")
 
     def note_stopped(self, why: str) -> None:
-        """Say why no further delta is applied; empty if they are again."""
+        """Write why no further delta is applied. Empty: deltas are applied again."""
         if why and why != self.stopped:
             self._numbers[self._REFUSED] += 1
         self._write_text(_STOPPED, why.encode(errors="replace")[: _TEXT_BYTES - 8])
 
     def note_caught_up(self) -> None:
-        """From now on, models may serve from this copy."""
+        """Let models serve from this copy from now on."""
         self._numbers[self._CAUGHT_UP] = 1
 
     def _text(self, offset: int) -> bytes:
@@ -134,26 +134,26 @@ class State:
         self._pages[offset : offset + 8] = len(text).to_bytes(8, "little")
 
     def begin(self, about: About, sequence: int) -> None:
-        """Write the first state: of a version whose rows have the deltas up to `sequence`."""
+        """Write the first state, of a version whose rows have the deltas up to `sequence`."""
         self._numbers[self._APPLIED] = sequence << 1
         self._numbers[self._BEGUN] = sequence
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     def begin_again(self, about: About) -> None:
-        """Go on with rows that a killed server left. Which deltas have come since is not known."""
+        """Use the rows that a killed server left. Deltas may have been published since."""
         self._numbers[self._CAUGHT_UP] = 0
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     # Reading rows, and writing them.
 
     def read(self, look_up: Callable[[], T]) -> T:
-        """What a lookup gives that reads whole rows only.
+        """The result of a lookup that reads whole rows only.
 
         Args:
             look_up: reads rows, and returns nothing that shares memory with them. It may be called several times.
 
         Raises:
-            ServerUnavailable: rows that a killed process was writing have not been written again.
+            ServerUnavailable: a killed process left half-written rows, and no other process completed them.
         """
         numbers, fence = self._numbers, self._FENCE
         if _IS_ORDERED:
@@ -170,12 +170,12 @@ class State:
             with _locked_state(self._file, fcntl.F_RDLCK):
                 if not self._numbers[self._FENCE] & 1:
                     return look_up()
-            time.sleep(_LOOKS_S)  # a writer was killed; its successor comes
+            time.sleep(_LOOKS_S)  # a writer was killed; the next one completes the slice
         raise ServerUnavailable("rows are half written, and no delta writer continues: check `tbe-serve run`")
 
     @property
     def half_written(self) -> tuple[int, int] | None:
-        """The slice of a delta that a killed writer was writing: its first row, and the one behind its last.
+        """The slice of a delta that a killed writer was writing: its first row, and the row after its last.
 
         Rows are counted over all tables of the delta. None: no slice is half written.
         """
@@ -201,7 +201,7 @@ class State:
 
     @property
     def written(self) -> Mapping[int, str]:
-        """The SHA-256, in hex, of the delta `sequence`, and of the file that is `begun`, by these numbers.
+        """The SHA-256, in hex, of the deltas with the numbers `sequence` and `begun`, by number.
 
         Empty: no delta was written to this copy.
         """
@@ -214,12 +214,12 @@ class State:
         return self._pages[start : start + 32]
 
     def note_begun(self, sequence: int, digest: str) -> None:
-        """From now on, rows of a delta may be written."""
+        """Write that rows of a delta may be written from now on."""
         self._digest(is_applied=False)[:] = bytes.fromhex(digest)
         self._numbers[self._BEGUN] = sequence
 
     def note_applied(self, digest: str) -> None:
-        """All rows of what was begun are written. The digest is from now on that of the delta with its number."""
+        """Write that all rows of the delta that was begun are written, and the digest of that delta."""
         self._numbers[self._APPLIED] = self.begun << 1 | (self._numbers[self._APPLIED] & 1 ^ 1)
         self._digest(is_applied=True)[:] = bytes.fromhex(digest)  # another only where deltas are squashed
 

@@ -2,8 +2,8 @@
 
 A server has one live copy of each version that it serves with `weights-memory: live`. The processes of the model map
 it. One other process, the delta writer, writes to it (serving/tables/delta_writer.py). If all of them are killed, the
-next server goes on with the copy. The file lies on a file system of huge pages if there is one, else in /dev/shm.
-It is::
+next server uses the copy again. The file is on a file system of huge pages if there is one, else in /dev/shm. Its
+layout::
 
     [0, 2 MiB)      the state: 64-bit numbers, and texts
     [2 MiB, …)      the weights files, in the order of their names, each from a multiple of 2 MiB on
@@ -52,7 +52,7 @@ from serving.tables.pages import HUGE_PAGE, in_huge_pages
 LIVE_SERVER, LIVE_DELTAS = "TBE_SERVING_LIVE", "TBE_SERVING_LIVE_DELTAS"
 LIVE_PREFIX = "tbe-live-"
 _SMALL_PAGES = Path("/dev/shm")  # noqa: S108  a copy's own name, lock and owner are checked
-# Longest wait without progress, in seconds, until the deltas that are listed are applied.
+# Longest wait without progress, in seconds, for deltas to be applied.
 _CATCH_UP_S = 60.0
 # Seconds in which the models' processes of a server that was killed end.
 _ENDING_S = 10.0
@@ -87,7 +87,7 @@ class LiveCopy:
         Args:
             directory: of its bundle.
             manifest: of its bundle.
-            lacks: why memory does not hold a copy. Empty: it does.
+            lacks: why a copy does not fit into memory. Empty: it fits.
 
         Raises:
             BundleError: a weights file differs from its digest, or cannot be read.
@@ -124,7 +124,7 @@ class LiveCopy:
         """A live copy that this process writes to.
 
         Raises:
-            OSError: it is not there any more, or another user's.
+            OSError: it does not exist any more, or belongs to another user.
         """
         return cls(path, open_locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
 
@@ -137,7 +137,7 @@ class LiveCopy:
         return self._is_alone(lambda: self.path.unlink(missing_ok=True))
 
     def _is_alone(self, then: Callable[[], None]) -> bool:
-        """Whether no other process holds the copy. If so, do something while none can begin to."""
+        """Whether no other process holds the copy. If so, call `then` while no process can take it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             then()
@@ -145,13 +145,13 @@ class LiveCopy:
         except BlockingIOError:
             return False
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
+            fcntl.flock(self._file, fcntl.LOCK_SH)  # Linux gives up a lock that it could not change
 
     def wait_until_caught_up(self) -> None:
-        """Wait until the deltas are applied that were there when the copy was taken.
+        """Wait until the deltas are applied that existed when the copy was taken.
 
         Raises:
-            ServerUnavailable: nothing applied them for a minute.
+            ServerUnavailable: no delta was applied for a minute.
         """
         since, changed_rows = time.monotonic(), self.state.rows
         while not self.state.is_caught_up:
@@ -162,12 +162,12 @@ class LiveCopy:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Let the copy go. It stays until the delta writer or the server removes it: a model may be loaded anew."""
+        """Release the copy. The delta writer or the server removes it later: a model may be loaded again first."""
         self._release()
 
 
 def _release(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)  # what is mapped has the file open, too
+    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping keeps the file open, too
     os.close(file)
 
 
@@ -197,7 +197,7 @@ class ShardRows:
         self._table, self._shard = table, shard
 
     def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
-        """What is written of some rows: the shard, the places there, and the bytes."""
+        """What is in this shard of some rows: all rows of the shard, the indices to write, and the new rows."""
         low, high = np.searchsorted(ids, (self._first, self._last))
         own_columns = self._table.shard_columns(rows[low:high], self._shard)
         columns = np.ascontiguousarray(own_columns).view(self._rows.dtype).reshape(-1)
@@ -205,7 +205,7 @@ class ShardRows:
 
 
 def shard_rows(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[ShardRows]]:
-    """The shards of each table that lie in a copy."""
+    """The shards of each table in a copy."""
     tables = {table.name: table for table in manifest.tables}
     offsets, pages = offsets_of(manifest), memoryview(copy.pages)
     shard_rows: dict[str, list[ShardRows]] = {name: [] for name in tables}
@@ -233,14 +233,14 @@ def _fill(directory: Path, manifest: Manifest, about: About, pages: mmap.mmap) -
 
 
 def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
-    """Put a copy that a killed server left in the place of one that is to be made. Others that nobody uses go.
+    """Take over a copy that a killed server left, instead of making one. Remove other copies that no process uses.
 
-    Only processes of the same user could write to it. It is taken if the deltas whose rows it has are those that are
-    there: else its rows are of another history. Where keys are trusted, a copy with rows of deltas is not taken: they
-    may have been signed by others.
+    Only processes of the same user could write to it. It is taken over if the deltas whose rows it has still exist,
+    unchanged: else its rows have another history. With trusted keys, a copy with rows of deltas is not taken over:
+    other keys may have signed them.
 
     Returns:
-        Whether there was one.
+        Whether a copy was taken over.
     """
     _, _, digest = path.name.rpartition("-")
     remove_unused(_folders(), LIVE_PREFIX, but=digest)
@@ -258,7 +258,7 @@ def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
 
 
 def _lock_abandoned(path: Path) -> int:
-    """Lock a copy that nobody uses any more. If its server is gone, those that still use it are about to end."""
+    """Lock a copy that no process uses. If its server is gone, wait: processes that still use it are about to end."""
     server = path.name.removeprefix(LIVE_PREFIX).partition("-")[0]
     is_gone = server.isdecimal() and not Path(f"/proc/{server}").exists()
     until = time.monotonic() + (_ENDING_S if is_gone else 0.0)
@@ -276,7 +276,7 @@ def _abandoned(folder: Path, digest: str) -> list[Path]:
 
 
 def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
-    """Begin again with a copy that a killed server left, if it can be taken."""
+    """Whether a copy that a killed server left can be used again. If so, its state begins again."""
     with mmap.mmap(file, HUGE_PAGE) as pages, closing(State(pages, file)) as state:
         try:
             written = state.written
@@ -297,7 +297,7 @@ def state_of(path: Path) -> Iterator[State]:
     """The state of a live copy that this process does not use, in the block.
 
     Raises:
-        OSError: it is not there any more, or another user's.
+        OSError: it does not exist any more, or belongs to another user.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -311,7 +311,7 @@ def state_of(path: Path) -> Iterator[State]:
 
 
 def live_copies(server: str) -> list[Path]:
-    """The live copies of a server, whole ones."""
+    """The live copies of a server that are complete."""
     paths = (path for folder in _folders() for path in folder.glob(f"{LIVE_PREFIX}{server}-*"))
     return sorted(path for path in paths if not path.suffix)
 
