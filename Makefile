@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fresh demo-hosts quick test test-all test-stack lint docs mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all test-stack lint docs settings mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -73,6 +73,9 @@ docs: $(STAMP) ## Build the website of the documentation into build/site
 
 mutants: $(STAMP) ## Change checked code, and list the changes that no test notices (hours; PART=export-rows, MUTANTS='export.rows.table_error*')
 	@requirements/mutants.sh "$(PART)" $(MUTANTS)
+
+settings: $(STAMP) ## Write the tables of docs/settings.md from the code
+	@$(BIN)/python -m docs.site.settings
 
 promises: $(STAMP) ## Write the tests of each promise into docs/reliability.md and docs/security.md
 	@$(BIN)/python -m tests.docs.promises

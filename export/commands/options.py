@@ -130,7 +130,8 @@ OPTIONS = (
         name="id_dtype",
         typed=str,
         parse=id_dtype,
-        help="Dtype of ids in a request: int64 (default), or int32, which halves their bytes.",
+        help="Dtype of ids in a request: int64 (default), or int32, which halves their bytes. int32 is refused for "
+        "raw ids and for tables of more than 2^31 rows.",
     ),
     ExportOption(
         name="sums_dtype",
@@ -196,7 +197,8 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=size_bytes,
-        help="Memory of a rank, such as 16GB; by default this machine's memory ÷ ranks.",
+        help="Memory of a rank, such as 16GB; by default this machine's memory ÷ ranks, with --hosts-as-models ÷ "
+        "ranks of a host. One rank has no limit by default.",
     ),
     ExportOption(
         section="sharding",
@@ -211,20 +213,21 @@ OPTIONS = (
         section="sharding",
         name="row_wise_over",
         typed=int,
-        help="auto-simple shards tables with more rows than this row-wise.",
+        help="auto-simple shards tables with more rows than this row-wise; 1,000,000 by default.",
     ),
     ExportOption(
         section="sharding",
         name="column_wise_over",
         typed=int,
-        help="auto-simple shards tables with more columns than this column-wise.",
+        help="auto-simple shards other tables with more columns than this column-wise; 256 by default.",
     ),
     ExportOption(
         section="sharding",
         name="min_partition",
         metavar="N",
         parse=integer,
-        help="Least number of columns in a column-wise shard.",
+        help="Least number of columns in a column-wise shard, a multiple of 4. By default TorchRec's planner decides "
+        "for auto; for other types a table has one block of columns for each rank, for grid_shard for each host.",
     ),
     ExportOption(
         section="sharding",
@@ -279,6 +282,7 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=bytes_per_s,
-        help="Bandwidth of the network between hosts, such as 10Gb/s or 1.25GB/s, for planning.",
+        help="Bandwidth of the network between hosts, such as 10Gb/s or 1.25GB/s, for planning; by default "
+        "TorchRec's figure, 13.4GB/s.",
     ),
 )

@@ -1,4 +1,4 @@
-"""docs/export.md names every key that `--config` may have, and no other; its example is taken as it stands."""
+"""docs/settings.md has the tables that the code makes, and its example names every key and is taken as it is."""
 
 import dataclasses
 import json
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from docs.site.settings import settings_page
 from export import ExportConfig, Sharding
 from serving.model.settings import ServingSettings
 from tests.support.commands import tbe_export
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "export.md").read_text()
-EXAMPLE = PAGE.split("```toml\n")[1].split("```")[0]
+PAGE = (ROOT / "docs" / "settings.md").read_text()
+BY_TABLE, EXAMPLE = (text.split("```")[0] for text in PAGE.split("```toml\n")[1:])
 MODULE = """
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -44,7 +45,7 @@ def fields(kind: Any) -> set[str]:
     ("heading", "keys"),
     [
         pytest.param(
-            "The file itself",
+            "Export",
             fields(ExportConfig) - {"sharding", "serving", "trained_memory_bytes"} | {"trained_memory"},
             id="file",
         ),
@@ -66,7 +67,7 @@ def test_the_example_has_every_key() -> None:
     example = tomllib.loads(EXAMPLE)
     assert example.pop("sharding").keys() == documented("[sharding]") - {"plan", "traffic"}
     assert example.pop("serving").keys() == documented("[serving]")
-    assert example.keys() == documented("The file itself") - {"checkpoint_prefix", "example", "labelled"}
+    assert example.keys() == documented("Export") - {"checkpoint_prefix", "example", "labelled"}
 
 
 def test_the_example_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +81,16 @@ def test_the_example_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [rank["host"] for rank in json.loads(done.stdout)["ranks"]] == [-1, 0, 1]
 
 
-def test_the_defaults_of_serving_are_those_of_the_code() -> None:
-    for each in dataclasses.fields(ServingSettings):
-        default = re.search(rf"^\| `{each.name}` \| \w+ \| ([^|]+) \|", PAGE, re.MULTILINE)
-        assert default is not None
-        assert default[1].strip() in _written(each.default)
+def test_the_tables_are_those_of_the_code() -> None:
+    assert settings_page(PAGE) == PAGE, "run `make settings`"
 
 
-def _written(default: object) -> tuple[str, ...]:
-    """How the page may write a default."""
-    match default:
-        case None:
-            return "none", "the newest"
-        case bool():
-            return (str(default).lower(),)
-        case int():
-            return (f"{default:,}",)
-        case _:
-            return (f"`{default}`",)
+def test_a_table_of_older_settings_is_written_again() -> None:
+    older = PAGE.replace("| `instances` | 1 |", "| `instances` | 2 |")
+    assert older != PAGE
+    assert settings_page(older) == PAGE
+
+
+def test_the_example_by_table_is_one_key_in_two_forms() -> None:
+    for line in BY_TABLE.splitlines():
+        assert tomllib.loads(line).keys() == {"dtype"}
