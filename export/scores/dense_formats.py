@@ -186,12 +186,31 @@ def _export(module: fx.GraphModule, inputs: DenseInputs, jagged: Sequence[Jagged
         is_fixed = any(isinstance(size, int) for size in sizes)
         if is_fixed or guard_on_ids(sizes[0].node, symbols_of(sizes), branches.guards):
             raise ValueError("a step that depends on the number of ids")
+        _drop_assumed_bounds(program)
         for node in program.graph.nodes:
             for name in _PRIVATE_META:
                 node.meta.pop(name, None)
         program.example_inputs = None  # numbers of the user's example
         torch.export.save(program, content)
     return content.getvalue()
+
+
+def _drop_assumed_bounds(program: "torch.export.ExportedProgram") -> None:
+    """Remove the assertions that an input has at least two rows. All others stay.
+
+    torch.export assumes two rows where a size varies. It asserts this in the graph where a size that depends on
+    numbers of the request equals the size of an input, as in `repeat_interleave(x, lengths) + rows`.
+    """
+    graph, names = program.graph, program.graph_signature.user_inputs
+    shapes = [node.meta["val"].shape for node in graph.nodes if node.name in names]
+    sizes = {symbol for shape in shapes for symbol in symbols_of(shape)}
+    for assertion in [node for node in graph.nodes if node.target is torch.ops.aten._assert_scalar.default]:
+        condition = assertion.args[0]
+        if condition.target is operator.ge and condition.args[1] == 2:
+            if condition.args[0].meta["val"].node.expr in sizes:
+                graph.erase_node(assertion)
+    for symbol in shapes[0][0].node.shape_env.replacements:  # torch warns of the bounds of symbols without a node
+        program.range_constraints.pop(symbol, None)
 
 
 def _with_symbolic_numbers(module: fx.GraphModule) -> fx.GraphModule:

@@ -20,7 +20,9 @@ from export.scores.dense_formats import CompiledFile, _fastest_first
 from serving.bundle.load import open_bundle
 from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat, DensePart
 from serving.engine import Engine
+from serving.lookup.dense_files import load_dense_file
 from serving.lookup.dense_program import DenseProgram
+from tests.models.registry import example_of, module_of
 from tests.support.long_cases import one_in
 from tests.support.no_torchscript import NoTorchScript, remove_torchscript
 from tests.support.scored_models import EXACT, MODELS, WIDTHS, by_position, dlrm, even, own_scores, random_request
@@ -118,6 +120,26 @@ def test_a_module_of_the_user_s_own_needs_no_torchscript(tmp_path: Path, monkeyp
     pooled = {name: torch.from_numpy(numbers) for name, numbers in engine.lookup(bags).items()}
     with torch.no_grad():
         np.testing.assert_allclose(engine.score(bags)["scores"], own(pooled).numpy(), rtol=0, atol=1e-6)
+
+
+def test_an_exported_program_takes_one_row_and_refuses_lengths_of_other_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch.export asserts both that an input has two rows, which is its own assumption, and that lengths fit."""
+    module = module_of("sum_of_rows")
+    bundle = export_model(module, tmp_path, "m", EXACT, example=example_of("sum_of_rows", 6))
+    assert own_files(bundle) == FILES
+    forward = load_dense_file(DenseFormat.EXPORTED_PROGRAM, (bundle / EXPORTED_SCORES).read_bytes())
+    assert "did not appear" not in caplog.text  # a symbol in the graph, which torch warns of
+    rows = torch.arange(24.0).reshape(3, 8)
+    for lengths in ([1], [0], [0, 0], [2, 1]):
+        count = sum(lengths)
+        bags = torch.split(rows[:count], lengths)
+        expected = module.top(torch.stack([bag.sum(dim=0) for bag in bags]))
+        scores = forward(torch.empty(len(lengths), 0), torch.tensor(lengths, dtype=torch.int32), rows[:count])
+        torch.testing.assert_close(scores[0], expected)
+    with pytest.raises(RuntimeError, match="Runtime assertion failed for expression Eq"):
+        forward(torch.empty(2, 0), torch.tensor([2, 2], dtype=torch.int32), rows)
 
 
 def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
