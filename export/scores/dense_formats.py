@@ -205,10 +205,10 @@ def _drop_assumed_bounds(program: "torch.export.ExportedProgram") -> None:
     shapes = [node.meta["val"].shape for node in graph.nodes if node.name in names]
     sizes = {symbol for shape in shapes for symbol in symbols_of(shape)}
     for assertion in [node for node in graph.nodes if node.target is torch.ops.aten._assert_scalar.default]:
-        condition = assertion.args[0]
-        if condition.target is operator.ge and condition.args[1] == 2:
-            if condition.args[0].meta["val"].node.expr in sizes:
-                graph.erase_node(assertion)
+        condition: Any = assertion.args[0]
+        is_bound = condition.target is operator.ge and condition.args[1] == 2
+        if is_bound and condition.args[0].meta["val"].node.expr in sizes:
+            graph.erase_node(assertion)
     for symbol in shapes[0][0].node.shape_env.replacements:  # torch warns of the bounds of symbols without a node
         program.range_constraints.pop(symbol, None)
 

@@ -126,7 +126,7 @@ def test_an_exported_program_takes_one_row_and_refuses_lengths_of_other_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch.export asserts both that an input has two rows, which is its own assumption, and that lengths fit."""
-    module = module_of("sum_of_rows")
+    module: Any = module_of("sum_of_rows")
     bundle = export_model(module, tmp_path, "m", EXACT, example=example_of("sum_of_rows", 6))
     assert own_files(bundle) == FILES
     forward = load_dense_file(DenseFormat.EXPORTED_PROGRAM, (bundle / EXPORTED_SCORES).read_bytes())
