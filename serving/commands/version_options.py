@@ -13,7 +13,7 @@ from serving.model.config_file import Pins
 from serving.server.private_folder import Trust
 from serving.terminal.options import EVERY, as_given, by_name, shared_options
 
-# The longest deadline that lookups should have: docs/limits.md#how-clients-retry.
+# The longest deadline that lookups should have: docs/clients.md#deadlines-and-retries.
 _UNLOAD_AFTER_S = 10.0
 _MOST_S = 1_000_000
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -32,6 +33,21 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
         assert (ROOT / name).exists(), name
     for test in re.findall(r"`(test_\w+)`", text):
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), test
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda picture: picture.stem)
+def test_a_drawing_is_readable_in_both_modes_and_by_screen_readers(picture: Path) -> None:
+    """Its own background covers all of it, and nothing is taken from another file."""
+    root = ElementTree.fromstring(picture.read_text())
+    svg = "{http://www.w3.org/2000/svg}"
+    assert root.findtext(f"{svg}title")
+    assert root.findtext(f"{svg}desc")
+    background = root.find(f"{svg}rect")
+    assert background is not None
+    assert root.attrib["viewBox"] == f"0 0 {background.attrib['width']} {background.attrib['height']}"
+    assert background.attrib["fill"] == "#ffffff"
+    assert "href" not in picture.read_text()
+    assert any(f"]({picture.name})" in page.read_text() or f"/{picture.name})" in page.read_text() for page in PAGES)
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
