@@ -2,8 +2,9 @@
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,6 +24,7 @@ from serving.requests.accept import accept
 from serving.requests.answer_columns import AnswerColumns
 from serving.requests.answers import JaggedRows, decode
 from serving.requests.batches import Batch, PooledBatch, unmerge, unmerge_rows
+from serving.requests.chunks import chunk_limits, cut
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.id_maps import IdMaps
@@ -30,6 +32,15 @@ from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_key
 from serving.requests.merge import merge_all
 from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
+from serving.requests.streams import (
+    Errors,
+    Method,
+    SamplesDone,
+    answer_batches,
+    answer_chunks,
+    check_stream,
+    features_and_dense,
+)
 from serving.requests.types import Embeddings, KjtRequest, Outputs, Tensors, ValidatedRequests
 from serving.requests.validate import validate_each
 from serving.router.hosts_config import HostsConfig
@@ -280,14 +291,41 @@ class Engine(Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        schema = self.schema
-        if not isinstance(schema, ScoringSchema):
-            raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
-        tensors = self._encoded(features, shared, nulls)
-        lengths = lengths_by_key(tensors, tensors.features or schema.all_features.keys) if schema.by_id else {}
-        names = [output.name for output in schema.dense_part.outputs]
-        encoded = encode_dense(schema.dense_inputs, dense, lengths, frame=features, nulls=nulls)
-        return AnswerColumns(self.outputs(replace(tensors, outputs=names, dense=encoded)))
+        return AnswerColumns(self.outputs(self._encoded_for_scores(features, dense, shared, nulls)))
+
+    def stream(
+        self,
+        batches: Iterable[Any],
+        *,
+        method: Method = "score",
+        nulls: Nulls = "refuse",
+        errors: Errors = "raise",
+        progress: SamplesDone = lambda _: None,
+    ) -> Iterator[Any]:
+        """Answer batches of any size, in order.
+
+            for scores in engine.stream(parquet_file.iter_batches()):
+                writer.write_table(scores.to_arrow())
+
+        A batch is answered in chunks of thousands of samples, unless scores depend on the other samples of a request.
+        The next batch is read when the answer to this one has been taken.
+
+        Args:
+            batches: what `score` or `lookup` takes: a DataFrame, or ids by feature. For scores also a tuple
+                (features, dense). No feature is shared.
+            method: "score" or "lookup".
+            nulls: as `lookup`.
+            errors: "raise" the error of a batch at its place, which ends the stream, or "yield" it and go on.
+            progress: called after each batch with the number of samples that are answered.
+
+        Yields:
+            For each batch, what the method returns; or its ServingError.
+
+        Raises:
+            InvalidRequest, HostUnavailable: as `score`. The message begins with the number of the batch, from 0.
+        """
+        check_stream(method, errors)
+        return answer_batches(batches, partial(self._answer_batch, method, nulls), errors, progress)
 
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.
@@ -309,6 +347,33 @@ class Engine(Closing):
     def _encoded(self, features: Features, shared: Collection[str], nulls: Nulls) -> Tensors:
         keys = self.schema.all_features.keys
         return encode(features, self._weighted_keys, shared, keys=keys, nulls=nulls)
+
+    def _encoded_for_scores(
+        self, features: Features, dense: DenseFeatures, shared: Collection[str], nulls: Nulls
+    ) -> Tensors:
+        schema = self.schema
+        if not isinstance(schema, ScoringSchema):
+            raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
+        tensors = self._encoded(features, shared, nulls)
+        lengths = lengths_by_key(tensors, tensors.features or schema.all_features.keys) if schema.by_id else {}
+        names = [output.name for output in schema.dense_part.outputs]
+        encoded = encode_dense(schema.dense_inputs, dense, lengths, frame=features, nulls=nulls)
+        return replace(tensors, outputs=names, dense=encoded)
+
+    def _answer_batch(self, method: Method, nulls: Nulls, batch: Any) -> tuple[AnswerColumns[Any], int]:
+        """The answer to a batch of a stream, and the number of its samples."""
+        features, dense = features_and_dense(batch, method)
+        schema, limits = self.schema, chunk_limits(self.schema.all_features.dims.tolist())
+        if method == "lookup":
+            tensors = self._encoded(features, (), nulls)
+            chunks = cut(tensors, limits, schema.by_id)
+            answer, samples = answer_chunks(chunks, lambda chunk: self._answered(chunk).by_feature(chunk))
+        else:
+            tensors = self._encoded_for_scores(features, dense, (), nulls)
+            is_whole = isinstance(schema, ScoringSchema) and schema.dense_part.mixes_samples
+            chunks = iter([tensors]) if is_whole else cut(tensors, limits, schema.by_id)
+            answer, samples = answer_chunks(chunks, self.outputs)
+        return AnswerColumns(answer), samples
 
     def _answered(self, tensors: Tensors) -> GroupAnswer:
         """The answer to one request; raises InvalidRequest and HostUnavailable."""

@@ -5,7 +5,9 @@ Their shared code is coroutines. LookupClient's coroutines block instead of awai
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,12 +24,15 @@ from serving.client.metadata import Metadata
 from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
 from serving.client.session import Call, MakeCall, Session
+from serving.client.streams import IN_FLIGHT, STREAM_TIMEOUT_S, Answered, AnswerStream, Chunk, as_async, check_stream
 from serving.closing import AsyncClosing, Closing
 from serving.errors import DeadlineExceeded, InternalError, RequestCancelled
+from serving.ordered_map import map_in_order
 from serving.protocol.messages import unary
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures
 from serving.requests.encoding import Features
 from serving.requests.input_forms import Nulls
+from serving.requests.streams import Errors, Method, SamplesDone
 from serving.requests.types import Embeddings
 
 T = TypeVar("T")
@@ -280,6 +285,62 @@ class LookupClient(_Client, Closing):
         """
         return _result(self._session.rows(self._caller(timeout_s, trace), table, ids))
 
+    def stream(
+        self,
+        batches: Iterable[Any],
+        *,
+        method: Method = "score",
+        nulls: Nulls = "refuse",
+        errors: Errors = "raise",
+        in_flight: int = IN_FLIGHT,
+        timeout_s: float = STREAM_TIMEOUT_S,
+        progress: SamplesDone = lambda _: None,
+    ) -> Iterator[Any]:
+        """Answer batches of any size, in order, several requests at a time.
+
+            for scores in client.stream(parquet_file.iter_batches()):
+                writer.write_table(scores.to_arrow())
+
+        A batch is sent in requests of a few thousand samples, within the server's limits. One model version answers
+        all of a batch. Batches are read as they are sent: no more than `in_flight` of them wait for their answers. If
+        a model's scores depend on the other samples of a request, they depend on these requests.
+
+        Args:
+            batches: what `score` or `lookup` takes: a DataFrame, or ids by feature. For scores also a tuple
+                (features, dense). No feature is shared.
+            method: "score" or "lookup".
+            nulls: as `lookup`.
+            errors: "raise" the error of a batch at its place, which ends the stream, or "yield" it and go on.
+            in_flight: most requests that are sent and not yet answered.
+            timeout_s: deadline of each request in seconds.
+            progress: called after each batch with the number of samples that are answered.
+
+        Yields:
+            For each batch, what the method returns; or its ServingError.
+
+        Raises:
+            ServingError: as `score` and `lookup`; the message begins with the number of the batch, from 0.
+            ConfigurationError: `method`, `errors`, `in_flight` or `timeout_s` is invalid.
+        """
+        check_stream(method, errors, in_flight)
+        check_timeout(timeout_s)
+        stream = AnswerStream(self._session, method, nulls, errors, progress)
+        return self._streamed(batches, stream, in_flight, timeout_s)
+
+    def _streamed(
+        self, batches: Iterable[Any], stream: AnswerStream, in_flight: int, timeout_s: float
+    ) -> Iterator[Any]:
+        def chunks() -> Iterator[Chunk]:
+            for number, batch in enumerate(batches):
+                yield from _result(stream.chunks(self._caller(timeout_s), number, batch))
+
+        def answer(chunk: Chunk) -> Answered:
+            return _result(stream.answer(self._caller(timeout_s), chunk))
+
+        with ThreadPoolExecutor(in_flight) as pool:
+            for answered in map_in_order(pool, answer, chunks(), ahead=in_flight - 1):
+                yield from _result(stream.join(self._caller(timeout_s), answered))
+
     def close(self) -> None:
         """Close the channel and cancel its calls."""
         self._closed = True
@@ -339,6 +400,43 @@ class AsyncLookupClient(_Client, AsyncClosing):
     ) -> Embeddings:
         """As `LookupClient.rows`."""
         return await self._session.rows(self._caller(timeout_s, trace), table, ids)
+
+    def stream(
+        self,
+        batches: Iterable[Any] | AsyncIterable[Any],
+        *,
+        method: Method = "score",
+        nulls: Nulls = "refuse",
+        errors: Errors = "raise",
+        in_flight: int = IN_FLIGHT,
+        timeout_s: float = STREAM_TIMEOUT_S,
+        progress: SamplesDone = lambda _: None,
+    ) -> AsyncIterator[Any]:
+        """As `LookupClient.stream`, for `async for`. `batches` may be asynchronous."""
+        check_stream(method, errors, in_flight)
+        check_timeout(timeout_s)
+        stream = AnswerStream(self._session, method, nulls, errors, progress)
+        return self._streamed(batches, stream, in_flight, timeout_s)
+
+    async def _streamed(
+        self, batches: Iterable[Any] | AsyncIterable[Any], stream: AnswerStream, in_flight: int, timeout_s: float
+    ) -> AsyncIterator[Any]:
+        tasks: deque[asyncio.Task[Answered]] = deque()
+        number = 0
+        try:
+            async for batch in as_async(batches):
+                for chunk in await stream.chunks(self._caller(timeout_s), number, batch):
+                    tasks.append(asyncio.create_task(stream.answer(self._caller(timeout_s), chunk)))
+                    if len(tasks) == in_flight:
+                        for answer in await stream.join(self._caller(timeout_s), await tasks.popleft()):
+                            yield answer
+                number += 1
+            while tasks:
+                for answer in await stream.join(self._caller(timeout_s), await tasks.popleft()):
+                    yield answer
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> None:
         """As `LookupClient.close`."""

@@ -23,6 +23,8 @@ from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_de
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_key, samples_of, shared_mask
+from serving.requests.limits import RequestLimits
+from serving.requests.streams import Method, features_and_dense
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "schema_digest"}
@@ -91,6 +93,9 @@ class Session:
             ServingError: as `call`.
         """
         info, tensors = await self._encoded(call, features, **options)
+        return await self._lookup(call, tensors, info)
+
+    async def _lookup(self, call: MakeCall, tensors: Tensors, info: ModelInfo) -> Answer:
         keys = tensors.features or ()
         lengths = lengths_by_key(tensors, keys)
         key_of = {name: key for key in keys for name in info.keys[key]}
@@ -157,6 +162,38 @@ class Session:
             InternalError: the response does not match the model's configuration.
             ServingError: as `call`.
         """
+        info, tensors = await self._encoded_for_scores(call, features, dense, outputs, nulls=nulls, **options)
+        return await self._score(call, tensors, info)
+
+    async def batch(self, call: MakeCall, batch: Any, method: Method, nulls: Nulls) -> tuple[ModelInfo, Tensors]:
+        """The model, and the tensors of a batch of a stream, which may be larger than a request.
+
+        Raises:
+            ServingError: as `score` and `lookup`.
+        """
+        features, dense = features_and_dense(batch, method)
+        if method == "lookup":
+            return await self._encoded(call, features, is_limited=False, nulls=nulls)
+        return await self._encoded_for_scores(call, features, dense, None, is_limited=False, nulls=nulls)
+
+    async def answer(self, call: MakeCall, tensors: Tensors, info: ModelInfo, method: Method) -> Answer | Scores:
+        """The answer to a request.
+
+        Raises:
+            ServingError: as `score` and `lookup`.
+        """
+        return await (self._lookup if method == "lookup" else self._score)(call, tensors, info)
+
+    async def _encoded_for_scores(
+        self,
+        call: MakeCall,
+        features: Features,
+        dense: DenseFeatures,
+        outputs: Collection[str] | None,
+        *,
+        nulls: Nulls,
+        **options: Any,
+    ) -> tuple[ModelInfo, Tensors]:
         info = await self.info(call)
         output_names = list(info.scores if outputs is None else outputs)
         if unknown := [name for name in output_names if name not in info.scores]:
@@ -169,7 +206,11 @@ class Session:
         if lacking := [key for key in info.by_id.values() if key not in lengths]:
             raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
         encoded = encode_dense(info.dense, dense, lengths, frame=features, nulls=nulls)
-        tensors = replace(tensors, outputs=output_names, dense=encoded)
+        return info, replace(tensors, outputs=output_names, dense=encoded)
+
+    async def _score(self, call: MakeCall, tensors: Tensors, info: ModelInfo) -> Scores:
+        keys = tensors.features or tuple(info.keys)
+        lengths = lengths_by_key(tensors, keys) if info.by_id else {}
         is_shared = shared_mask(keys, [dense_input.name for dense_input in info.dense], tensors.shared)
         samples = samples_of(tensors, keys, is_shared, info.by_id)
         ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
@@ -180,7 +221,7 @@ class Session:
             key = info.by_id.get(output.name)
             rows = samples if key is None else ids[key] * (samples if key in tensors.shared else 1)
             shape = (rows, *info.scores.get(output.name, ()))
-            if list(output.shape) != [1, *shape] or output.name not in output_names:
+            if list(output.shape) != [1, *shape] or output.name not in tensors.outputs:
                 raise self._other_model(output, shape)
             dtype = info.score_dtypes[output.name]
             if output.datatype != SCORE_DTYPES[dtype].value:
@@ -189,32 +230,36 @@ class Session:
                     "another model now has this name: make a new client"
                 )
             scores[output.name] = np.frombuffer(content, dtype).reshape(shape)
-        return Scores({name: scores[name] for name in output_names}, int(response.model_version))
+        return Scores({name: scores[name] for name in tensors.outputs}, int(response.model_version))
 
-    async def _encoded(self, call: MakeCall, features: Features, **options: Any) -> tuple[ModelInfo, Tensors]:
+    async def _encoded(
+        self, call: MakeCall, features: Features, *, is_limited: bool = True, **options: Any
+    ) -> tuple[ModelInfo, Tensors]:
         """The model, and the tensors of a request to it.
 
         Raises:
-            InvalidRequest: the request is larger than the server takes.
+            InvalidRequest: the request is larger than the server takes, and `is_limited`.
             ServingError: as `_tensors`, and as `call`.
         """
         info = await self.info(call)
+        if not is_limited:
+            return info, self._tensors(info, features, None, **options)
         try:
-            return info, self._tensors(info, features, **options)
+            return info, self._tensors(info, features, info, **options)
         except InvalidRequest as error:
             if error.reason is not Reason.SIZE:
                 raise
         info = await self._fetched_info(call)  # the limits may have been raised
-        return info, self._tensors(info, features, **options)
+        return info, self._tensors(info, features, info, **options)
 
-    def _tensors(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:
-        """The tensors of a request.
+    def _tensors(self, info: ModelInfo, features: Features, limits: RequestLimits | None, **options: Any) -> Tensors:
+        """The tensors of a request within `limits`, if there are some.
 
         Raises:
             InvalidRequest: the model has no such feature, or the request is too large or cannot be encoded.
             InternalError: the model was exported by a version without shared features.
         """
-        tensors = encode(features, info.weighted, keys=info.keys, limits=info, **options)
+        tensors = encode(features, info.weighted, keys=info.keys, limits=limits, **options)
         for name in tensors.features or ():
             if name not in info.keys:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")

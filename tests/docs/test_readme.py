@@ -168,6 +168,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
         text for page in (README, CLIENTS) for text in blocks(page, "python") if "client.score" in text
     )
     assert of_readme == score
+    (stream,) = (text for text in blocks(CLIENTS, "python") if "client.stream" in text)
     package(tmp_path, RANKER)
     names: dict[str, Any] = {}
     exec(RANKER, names)
@@ -179,6 +180,8 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
         scores = names["answer"]["scores"]
         exec(patient(once, server.grpc), names)
         exec(patient(frame, server.grpc), names)
+        exec(patient(stream, server.grpc), names)
+        assert len(names["scores"]["scores"]) == 10_000
     kjt = KeyedJaggedTensor(
         ["item_id", "genres"], torch.tensor([7, 8, 3, 5]), lengths=torch.tensor([1, 1, 2, 0], dtype=torch.int32)
     )
@@ -283,7 +286,7 @@ def test_every_block_of_a_page_is_one_that_a_test_runs(page: str) -> None:
     """Whoever adds a block adds it to a test: a block that nothing runs rots."""
     known = {
         README: {"": 8, "python": 3},
-        CLIENTS: {"": 1, "python": 6},
+        CLIENTS: {"": 1, "python": 7},
         SHARDING: {"": 7, "python": 1, "text": 2, "toml": 1},
     }
     assert (

@@ -18,6 +18,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.fail: Callable[[Any], None] = lambda _: None
         self.calls: list[tuple[Any, dict[str, str], float]] = []
         self.dim = 2
+        self.version = "7"
         self.parameters = {"features": "x", "dims": "2", "weighted": "", "schema_digest": "c"}
 
     def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
@@ -31,7 +32,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.calls.append((request, dict(context.invocation_metadata()), context.time_remaining()))
         self.fail(context)
         samples = request.inputs[1].shape[1]
-        response = pb.ModelInferResponse(model_name="m", model_version=request.model_version or "7")
+        response = pb.ModelInferResponse(model_name="m", model_version=request.model_version or self.version)
         response.outputs.add(name="embeddings", datatype="FP32", shape=[1, samples, self.dim])
         response.raw_output_contents.append(np.ones(samples * self.dim, np.float32).tobytes())
         return response
