@@ -53,6 +53,7 @@ test: lint ## ruff, mypy --strict, and every promise once, end to end: ten minut
 	@$(PYTEST)
 
 test-all: test ## Everything: then also what goes on for long or waits for real time-outs, many random examples, torch 2.14
+	@requirements/test-tools.sh clients
 	@$(PYTEST) -m "(long or hypothesis) and not kube" --hypothesis-profile long
 	@$(MAKE) --no-print-directory test-stack STACK=2.14
 

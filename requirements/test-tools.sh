@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make sure that the programs are there which tests need and pip does not have: a Chromium for pages, OpenSSL for keys,
-# a private network whose packets can be dropped, the malloc that servers take where it is there.
+# a private network whose packets can be dropped, the malloc that servers take where it is there. With `clients` as the
+# argument: the compilers and gRPC libraries of examples/clients.
 set -euo pipefail
 
 need() { # what it is, Debian's packages, and the names it may have; a library's is its path
@@ -28,3 +29,19 @@ PATH=$PATH:/usr/sbin:/sbin
 need iptables iptables iptables
 need iproute2 iproute2 ip
 need util-linux util-linux unshare
+
+if [ "${1:-}" = clients ]; then
+  java=/usr/share/java
+  need "protoc" "protobuf-compiler protobuf-compiler-grpc" protoc
+  need "the C++ plugin of protoc" protobuf-compiler-grpc grpc_cpp_plugin
+  need "a C++ compiler" "g++ pkg-config" g++
+  need "gRPC for C++" "libgrpc++-dev libprotobuf-dev pkg-config" /usr/include/grpcpp/grpcpp.h
+  need Go golang-go go
+  need "gRPC for Go" "golang-google-grpc-dev golang-goprotobuf-dev" /usr/share/gocode/src/google.golang.org/grpc
+  need "protoc's plugin for Go" "protoc-gen-go-grpc golang-goprotobuf-dev" protoc-gen-go-grpc
+  need "a JDK" default-jdk-headless javac
+  need "the Java plugin of protoc" protobuf-compiler-grpc-java-plugin grpc_java_plugin
+  need "gRPC for Java" "libgrpc-java libnetty-java libperfmark-java libgeronimo-annotation-1.3-spec-java" $java/grpc-netty.jar
+  need "protobuf for Java" libprotobuf-java $java/protobuf.jar
+  need Node "nodejs npm" npm
+fi

