@@ -22,6 +22,7 @@ from export.user_side.once_per_user import UserInputs, once_per_user
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DensePart, UserSide
 from serving.errors import ConfigurationError
+from serving.lookup.dense_files import Forward
 from serving.torchscript import torchscript
 
 # The users and numbers of items that are compared.
@@ -119,13 +120,32 @@ def compile_user_side(
         return f"the dense part has {part.dtype.value} weights"
     try:
         programs = _rewritten(module, split, probes[0])
-        for probe in probes:
-            difference = _difference(programs, split, serve, probe, is_usual=probe is probes[0])
-            if difference is not None:
-                return difference
+        difference = difference_from_whole(programs.user, programs.items, split, serve, probes)
     except Exception as error:  # what the graph has that this pass does not know must not stop an export
         return f"the dense part cannot be split: {first_line(error)}"
-    return programs
+    return programs if difference is None else difference
+
+
+def difference_from_whole(
+    user: Forward, items: Forward, split: SplitPart, serve: Run, probes: Sequence[DenseInputs]
+) -> str | None:
+    """How the programs answer differently than the whole dense part, for several users and numbers of items.
+
+    Args:
+        user: the first program: takes the embeddings of one row, and the user's inputs for one sample.
+        items: the second: takes the embeddings of all items, their inputs, and what `user` returns.
+        split: the description of the dense part.
+        serve: runs the whole dense part.
+        probes: inputs of the dense part, the usual ones first.
+
+    Returns:
+        What differs, or None if rounding explains all differences.
+    """
+    for probe in probes:
+        difference = _difference(user, items, split, serve, probe, is_usual=probe is probes[0])
+        if difference is not None:
+            return difference
+    return None
 
 
 def _rewritten(module: fx.GraphModule, split: SplitPart, inputs: DenseInputs) -> UserSidePrograms:
@@ -160,9 +180,15 @@ def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _difference(
-    programs: UserSidePrograms, split: SplitPart, serve: Run, probe: DenseInputs, *, is_usual: bool
+    user_program: Forward,
+    items_program: Forward,
+    split: SplitPart,
+    serve: Run,
+    probe: DenseInputs,
+    *,
+    is_usual: bool,
 ) -> str | None:
-    """How the answers of two programs differ, or None if rounding explains it."""
+    """As `difference_from_whole`, of one probe."""
     # A few items may have small scores by chance, which are differences of large numbers.
     limits = {name: rounding_limit(numbers, split.part.dtype) for name, numbers in serve(probe).items()}
     for user, count in zip(_USERS, _ITEMS, strict=True):
@@ -170,7 +196,7 @@ def _difference(
         whole, tensors = _ranking(probe, split, user, samples)
         expected = serve(whole)
         rounding = Rounding(serve, whole, expected, split.part.dtype, is_usual=is_usual)
-        for name, numbers in _run(programs, split, tensors).items():
+        for name, numbers in _run(user_program, items_program, split, tensors).items():
             if numbers.shape != expected[name].shape:
                 return f"output {name!r} has the shape {list(numbers.shape)} in place of {list(expected[name].shape)}"
             off = largest_difference(numbers, expected[name])
@@ -201,12 +227,12 @@ def _ranking(
 
 
 def _run(
-    programs: UserSidePrograms, split: SplitPart, tensors: Sequence[tuple[Tensor, Tensor]]
+    user: Forward, items: Forward, split: SplitPart, tensors: Sequence[tuple[Tensor, Tensor]]
 ) -> Mapping[str, Numbers]:
     """The answers of the programs, by output."""
     (row, rows), *others = tensors
     with torch.no_grad(), quiet():
-        of_user = programs.user(row, *(others[number][0] for number in split.arguments))
+        of_user = user(row, *(others[number][0] for number in split.arguments))
         of_items = [tensor for number, (_, tensor) in enumerate(others) if number not in split.arguments]
-        answers = programs.items(rows, *of_items, *of_user)
+        answers = items(rows, *of_items, *of_user)
     return {output.name: answer.numpy() for output, answer in zip(split.part.outputs, answers, strict=True)}

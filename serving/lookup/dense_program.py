@@ -1,17 +1,19 @@
 """The dense part of a bundle with scores: its second program, called with what was looked up."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from serving.bundle.load import Bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import USER_PROGRAM, DenseFile, DensePart, JaggedKind
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFile, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.dense_files import load_dense_part
 from serving.lookup.user_side import FEWEST_ITEMS, UserSidePrograms
@@ -65,25 +67,39 @@ class DenseProgram:
         self._user_side = self._open_user_side(bundle)
         _warn_of_read_only()
         for samples in _FIRST_CALLS:
-            try:
-                answers = [*self._first_call(bundle.manifest, samples, 1).values()]
-            except _FAILURES as error:
-                why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
-                raise BundleError(f"{path}: cannot score: {why}: export it again") from error
-            expected = []
-            for output in part.outputs:
-                rows = samples * (1 if output.key is None else part.fixed_lengths.get(output.key, 1))
-                expected.append((output.dtype.numpy, (rows, *output.shape)))
-            if (actual := [(answer.dtype, answer.shape) for answer in answers]) != expected:
-                what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in actual)
-                raise BundleError(f"{path}: answers {what}: was compiled for another manifest: export it again")
+            self._check_answers(path, samples, partial(self._first_call, bundle.manifest, samples, 1))
         if self._user_side is not None:
+            path = bundle.path / ITEMS_PROGRAM
             for samples in _FIRST_CALLS:
-                self._first_call_of_user_side(bundle.manifest, samples)
+                self._check_answers(path, samples, partial(self._first_call_of_user_side, bundle.manifest, samples))
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
             with suppress(*_FAILURES):
                 self._first_call(bundle.manifest, 1, 0)
+
+    def _check_answers(self, path: Path, samples: int, call: Callable[[], Outputs]) -> None:
+        """Refuse a program that fails for samples with an id of each key, or whose answers are not the manifest's.
+
+        Args:
+            path: of its file.
+            samples: that `call` scores.
+            call: the first calls of the program.
+
+        Raises:
+            BundleError: it fails, or answers with other dtypes or shapes.
+        """
+        try:
+            answers = [*call().values()]
+        except _FAILURES as error:
+            why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+            raise BundleError(f"{path}: cannot score: {why}: export it again") from error
+        expected = []
+        for output in self.part.outputs:
+            rows = samples * (1 if output.key is None else self.part.fixed_lengths.get(output.key, 1))
+            expected.append((output.dtype.numpy, (rows, *output.shape)))
+        if (actual := [(answer.dtype, answer.shape) for answer in answers]) != expected:
+            what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in actual)
+            raise BundleError(f"{path}: answers {what}: was compiled for another manifest: export it again")
 
     def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:
         """Score zeros: samples with `ids` ids of each key, or with the fixed number that the model takes."""
@@ -102,14 +118,14 @@ class DenseProgram:
             self.loaded = replace(self.loaded, failures=(*self.loaded.failures, failure))
             return None
 
-    def _first_call_of_user_side(self, manifest: Manifest, samples: int) -> None:
+    def _first_call_of_user_side(self, manifest: Manifest, samples: int) -> Outputs:
         """Score zeros by the programs of the user side: items with an id of each key."""
         assert self._user_side is not None  # noqa: S101
         of_user, of_items = self._zeros(manifest, 1, 1), self._zeros(manifest, samples, 1)
         inputs = [
             of_user[number] if number in self._user_side.of_user else array for number, array in enumerate(of_items)
         ]
-        self._user_side.score(np.zeros((samples, self._width), self._dtype), inputs)
+        return self._user_side.score(np.zeros((samples, self._width), self._dtype), inputs)
 
     def _zeros(self, manifest: Manifest, samples: int, ids: int) -> list[Array]:
         dense = [np.zeros((samples, *tensor.shape), tensor.dtype.numpy) for tensor in self.part.by_sample]

@@ -10,6 +10,7 @@ import torch
 
 from export import ExportConfig, export_model
 from serving.bundle.load import digest_file
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM
 from tests.support.commands import tbe_export
 from tests.support.ranker import Ranker, mixing, ranker, ranker_of_ids
 
@@ -113,6 +114,35 @@ def test_scores_of_another_bundle_are_found(repository: Path) -> None:
     bundle = repository / "of_ids" / "1"
     replace_scores(bundle, repository / "ranker" / "1")
     assert "scores.pt: cannot score: " in refused(bundle)
+
+
+@pytest.fixture(scope="module")
+def with_user_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ranker whose user side is `x` and `user`, and one with other weights above the tables, `other`."""
+    repository = tmp_path_factory.mktemp("user_side") / "r"
+    for name, module in (("ranker", ranker()), ("other", other_head()), ("narrow", other_answers())):
+        export_model(module, repository, name, ExportConfig(scores=True, user_side=["x", "user"]))
+    return repository
+
+
+def test_the_programs_of_the_user_side_are_verified(with_user_side: Path) -> None:
+    done = tbe_export("verify", str(with_user_side / "ranker" / "1"), *GIVEN)
+    assert (done.exit_code, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("other", "scores.user.pt and scores.items.pt: output 'like' is off by "),
+        ("narrow", "scores.items.pt: cannot score: "),
+    ],
+)
+def test_programs_of_the_user_side_of_another_bundle_are_found(
+    with_user_side: Path, tmp_path: Path, name: str, why: str
+) -> None:
+    bundle = Path(shutil.copytree(with_user_side, tmp_path / "r")) / "ranker" / "1"
+    replace_scores(bundle, with_user_side / name / "1", [USER_PROGRAM, ITEMS_PROGRAM])
+    assert why in refused(bundle)
 
 
 def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path) -> None:
