@@ -186,6 +186,8 @@ class Engine(Closing):
             weakref.finalize(self, os.close, hold(folder))
         self.schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
         self._dense = DenseProgram(bundle, self.schema) if isinstance(self.schema, ScoringSchema) else None
+        if self._dense is not None:
+            self.schema = self._dense.schema
         self.dense_part = None if self._dense is None else self._dense.loaded
         self._weighted_keys = bundle.manifest.weighted_keys
 

@@ -139,6 +139,8 @@ MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 # Largest number of calls that are not added up yet: more than are made between two publications.
 _MOST_WAITING = 1 << 16
+# The arguments of `LookupMetrics._add_up`.
+_Waiting = tuple[Sequence[int], int, int, int, float, Sequence[float]]
 
 
 class LookupMetrics:
@@ -189,6 +191,7 @@ class LookupMetrics:
         self._samples = total("tbe_samples_total", "Samples looked up")
         self._ids = total("tbe_ids_total", "Ids looked up")
         self._empty = total("tbe_empty_bags_total", "Bags without ids, which are answered with zeros")
+        self._user_sides = total("tbe_user_side_total", "Requests for scores whose user side is computed once")
         self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
         self._shed = total("tbe_shed_total", "Requests refused as UNAVAILABLE by load shedding")
         self._cancelled = total("tbe_cancelled_total", "Requests cancelled or past their deadline before lookup")
@@ -219,7 +222,7 @@ class LookupMetrics:
         # when the process dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
-        self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
         self._set_gauges(family_of, labels, exported_at, scales)
         slow = family_of("tbe_slow_kernels", "1 if FBGEMM does not use the processor's vector instructions", "GAUGE")
         slow.Metric({**labels, "instruction_set": kernels}).set(has_slow_kernels)
@@ -245,10 +248,17 @@ class LookupMetrics:
         """
         samples = [request.samples for request in checked.requests]
         empty = checked.lengths.size - checked.lengths.nonzero()[0].size
-        self._waiting.append((samples, checked.values.size, empty, handed_over, times))
+        user_sides = sum(request.is_user_side for request in checked.requests)
+        self._waiting.append((samples, checked.values.size, empty, user_sides, handed_over, times))
 
     def _add_up(
-        self, samples: Sequence[int], ids: int, empty: int, handed_over: float, times: Sequence[float]
+        self,
+        samples: Sequence[int],
+        ids: int,
+        empty: int,
+        user_sides: int,
+        handed_over: float,
+        times: Sequence[float],
     ) -> None:
         requests = len(samples)
         self._times.observe(times[-1] - handed_over, requests)
@@ -257,6 +267,7 @@ class LookupMetrics:
         self._samples.count += sum(samples)
         self._ids.count += ids
         self._empty.count += empty
+        self._user_sides.count += user_sides
         for stage, (start, end) in zip(self._stages, pairwise(times), strict=True):
             stage.observe(end - start)
         self._merged.observe(requests)

@@ -97,6 +97,8 @@ class Spans:
         if not int(str(request.trace)[-2:], 16) & self._api.TraceFlags.SAMPLED:
             return None
         about: dict[str, Any] = {**self._about, "tbe.ids": request.values.size, "tbe.requests_together": together}
+        if request.shared:
+            about["tbe.shared"] = list(request.shared)
         context = self._propagator.extract({"traceparent": request.trace})
         kind = self._api.SpanKind.SERVER
         span = self._tracer.start_span(_METHOD, context, kind, about, start_time=_ns(since))

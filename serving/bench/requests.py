@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -78,6 +78,7 @@ def random_requests(
     known_ids: Mapping[str, Ids] = MappingProxyType({}),
     *,
     scores: bool = False,
+    shared: Collection[str] = (),
 ) -> list[Tensors]:
     """Make random requests for all keys of `manifest`.
 
@@ -89,6 +90,7 @@ def random_requests(
         seed: of the random numbers.
         known_ids: the ids to draw from, by key, for keys whose ids are not row numbers.
         scores: whether to request all scores instead of embeddings. Dense inputs are in [0, 1); integers are 0 or 1.
+        shared: the keys with one bag, and the dense inputs with one row, for all samples.
 
     Raises:
         ConfigurationError: scores are requested, but the bundle has none.
@@ -98,35 +100,33 @@ def random_requests(
         raise ConfigurationError("scores: expected a bundle with scores: export the model with --scores")
     random = np.random.default_rng(seed)
     rows = manifest.rows_of_keys
-    factors = np.array([pooling_factors[key] for key in rows])
+    bag_counts = {key: 1 if key in shared else samples for key in rows}
     longest = manifest.longest_bags
-    expected = max(1, int(factors.sum() * samples))
+    expected = max(1, int(sum(pooling_factors[key] * count for key, count in bag_counts.items())))
     requests = []
     for _ in range(min(_COUNT, max(4, _MAX_IDS // expected))):
-        lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
-        for bags, key in zip(lengths, rows, strict=True):
+        lengths: dict[str, Lengths] = {}
+        for key, count in bag_counts.items():
+            bags = np.floor(pooling_factors[key] + random.random(count)).astype(np.int32)
             if key in longest:
                 np.minimum(bags, longest[key], out=bags)
             if part is not None and key in part.fixed_lengths:
                 bags[:] = part.fixed_lengths[key]
-        index = {key: number for number, key in enumerate(rows)}
+            lengths[key] = bags
         for first, *same_lengths in () if part is None else part.together:
-            for key in same_lengths:
-                lengths[index[key]] = lengths[index[first]]
+            lengths |= dict.fromkeys(same_lengths, lengths[first])
+        counts = {key: int(bags.sum()) for key, bags in lengths.items()}
         values = np.concatenate(
-            [
-                _draw_ids(random, ids, known_ids.get(key), row_count, bags.sum())
-                for (key, row_count), bags in zip(rows.items(), lengths, strict=True)
-            ]
+            [_draw_ids(random, ids, known_ids.get(key), rows[key], count) for key, count in counts.items()]
         )
         weights = np.ones(values.size, np.float32) if manifest.weighted else None
-        request = Tensors(None, values, lengths.ravel(), weights)
+        request = Tensors(None, values, np.concatenate([*lengths.values()]), weights, shared=list(shared))
         if part is not None:
-            counts = dict(zip(rows, lengths.sum(axis=1).tolist(), strict=True))
-            dense_inputs = {
-                dense.name: _draw_dense(random, dense, samples if dense.key is None else counts[dense.key])
-                for dense in part.inputs
-            }
+            dense_inputs = {}
+            for dense in part.inputs:
+                by_sample = 1 if dense.name in shared else samples
+                row_count = by_sample if dense.key is None else counts[dense.key]
+                dense_inputs[dense.name] = _draw_dense(random, dense, row_count)
             request = replace(request, outputs=[output.name for output in part.outputs], dense=dense_inputs)
         requests.append(request)
     return requests

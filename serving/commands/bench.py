@@ -42,6 +42,8 @@ class Source:
         ids: the distribution of ids.
         pooling_factors: mean number of ids in a bag, by feature. "*" is for all features.
         scores: whether random requests are for scores.
+        items: numbers of items that random requests rank for one user, each measured separately. The user side of
+            the bundle is sent once.
     """
 
     bundle: Bundle | None
@@ -50,6 +52,7 @@ class Source:
     ids: Distribution
     pooling_factors: Mapping[str, float]
     scores: bool
+    items: Sequence[int] = ()
 
     def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
         """Lists of requests for a served model, each with the samples of its requests, or None if these differ.
@@ -64,18 +67,24 @@ class Source:
             )
         factors = self._factors(info)
         if self.replay is not None:
-            if self.scores:
+            if self.scores or self.items:
                 raise ConfigurationError("scores: expected random requests: replayed requests keep their own outputs")
             return [(None, prepare(model, _captured(self.replay, info), info))]
         if self.bundle is None:
             raise ConfigurationError("expected --bundle or --replay, got neither: requests need ids")
         manifest = self.bundle.manifest
+        shared = _user_side_of(self.bundle) if self.items else ()
         maps = IdMaps.of(self.bundle.path, manifest)
         known_ids = known_of_keys({} if maps is None else maps.known, manifest)
         draw = partial(
-            random_requests, ids=self.ids, pooling_factors=factors, known_ids=known_ids, scores=self.scores
+            random_requests,
+            ids=self.ids,
+            pooling_factors=factors,
+            known_ids=known_ids,
+            scores=self.scores,
+            shared=shared,
         )
-        return [(size, prepare(model, draw(manifest, size), info)) for size in self.samples]
+        return [(size, prepare(model, draw(manifest, size), info)) for size in self.items or self.samples]
 
     def _factors(self, info: ModelInfo) -> dict[str, float]:
         factors = dict.fromkeys(info.keys, _POOLING_FACTOR)
@@ -114,8 +123,19 @@ def _source(
         bool,
         typer.Option("--scores", help="Request scores, with random dense inputs in [0, 1), instead of embeddings."),
     ] = False,
+    items: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --scores, instead of --samples: items that each random request ranks for one user. The "
+            "features of --user-side are sent once. May be repeated."
+        ),
+    ] = None,
 ) -> Source:
-    _check_positive(samples=samples or ())
+    _check_positive(samples=samples or (), items=items or ())
+    if items and not scores:
+        raise ConfigurationError("items (--items): expected --scores beside it: items are ranked by scores")
+    if items and samples:
+        raise ConfigurationError("items (--items): expected no --samples beside it: an item is a sample")
     return Source(
         replay=replay,
         samples=samples or _SAMPLES,
@@ -123,7 +143,22 @@ def _source(
         pooling_factors={name: _factor(name, text) for name, text in by_name(pooling_factor).items()},
         bundle=None if bundle is None else open_bundle(bundle),
         scores=scores,
+        items=items or (),
     )
+
+
+def _user_side_of(bundle: Bundle) -> Sequence[str]:
+    """The features and dense inputs that all items of a request share.
+
+    Raises:
+        ConfigurationError: the bundle names none.
+    """
+    part = bundle.manifest.dense_part
+    if part is None or part.user_side is None:
+        raise ConfigurationError(
+            f"items (--items): expected a bundle with a user side: {bundle.path} has none: export it with --user-side"
+        )
+    return part.user_side.names
 
 
 def _traffic(

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -16,7 +17,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFile, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.dense_files import load_dense_part
-from serving.lookup.user_side import FEWEST_ITEMS, UserSidePrograms
+from serving.lookup.user_side import UserSidePrograms
 from serving.requests.batches import Batch, CombinedBatch, PooledBatch, unmerge_rows
 from serving.requests.jagged_inputs import RowsOfAll, jagged_inputs, sample_bounds, zero_jagged
 from serving.requests.offsets import concatenate
@@ -43,7 +44,8 @@ class DenseProgram:
         file: has the dense part. None: the fastest that this process can load.
 
     Attributes:
-        part: its description in the manifest.
+        part: its description in the manifest, without a user side whose programs this process cannot load.
+        schema: of its requests, with `part`.
         loaded: the file that it was loaded from, and those that could not be loaded.
 
     Raises:
@@ -51,9 +53,13 @@ class DenseProgram:
     """
 
     def __init__(self, bundle: Bundle, schema: ScoringSchema, file: DenseFile | None = None) -> None:
-        self.part = part = schema.dense_part
-        self._schema = schema
+        part = schema.dense_part
         self.loaded = load_dense_part(bundle, part.files_by_speed if file is None else [file])
+        self._user_side = None if part.user_side is None else self._open_user_side(bundle, part)
+        if self._user_side is None and part.user_side is not None:
+            part = msgspec.structs.replace(part, user_side=None)
+            schema = replace(schema, dense_part=part)
+        self.part, self.schema = part, schema
         path = bundle.path / self.loaded.file.name
         self._forward = self.loaded.forward
         self._dtype = bundle.manifest.output_dtype.numpy
@@ -64,7 +70,6 @@ class DenseProgram:
         self._rows_at = _rows_at(bundle.manifest, part)
         self._names = [tensor.name for tensor in part.by_sample]
         self._shared = () if part.user_side is None else part.user_side.names
-        self._user_side = self._open_user_side(bundle)
         _warn_of_read_only()
         for samples in _FIRST_CALLS:
             self._check_answers(path, samples, partial(self._first_call, bundle.manifest, samples, 1))
@@ -105,12 +110,10 @@ class DenseProgram:
         """Score zeros: samples with `ids` ids of each key, or with the fixed number that the model takes."""
         return self._run(np.zeros((samples, self._width), self._dtype), self._zeros(manifest, samples, ids))
 
-    def _open_user_side(self, bundle: Bundle) -> UserSidePrograms | None:
-        """The programs of the user side. None: the bundle has none, or this process cannot load them."""
-        if self.part.user_side is None:
-            return None
+    def _open_user_side(self, bundle: Bundle, part: DensePart) -> UserSidePrograms | None:
+        """The programs of the user side, or None if this process cannot load them."""
         try:
-            return UserSidePrograms(bundle, self.part)
+            return UserSidePrograms(bundle, part)
         except BundleError:
             raise
         except Exception as error:  # torch does not say of which types
@@ -152,12 +155,11 @@ class DenseProgram:
             return {}
         rows = unmerge_rows(batches, answers) if self.part.jagged else {}
         scores: dict[int, Outputs] = {}
-        if self._user_side is not None:
-            for number in numbers:
-                if requests[number].is_user_side and requests[number].samples >= FEWEST_ITEMS:
-                    embeddings = self._embeddings(batches, answers, requests, [number], repeated=False)
-                    inputs = self._inputs(requests[number], rows, number, repeated=False)
-                    scores[number] = self._user_side.score(embeddings, inputs)
+        for number in numbers:
+            if self._user_side is not None and requests[number].is_user_side:
+                embeddings = self._embeddings(batches, answers, requests, [number], repeated=False)
+                inputs = self._inputs(requests[number], rows, number, repeated=False)
+                scores[number] = self._user_side.score(embeddings, inputs)
         others = [number for number in numbers if number not in scores]
         if others:
             inputs_of_others = [self._inputs(requests[number], rows, number, repeated=True) for number in others]
@@ -178,7 +180,7 @@ class DenseProgram:
             ]
         if not self.part.jagged:
             return dense
-        return [*dense, *jagged_inputs(self._schema, request, rows, number, repeated=repeated)]
+        return [*dense, *jagged_inputs(self.schema, request, rows, number, repeated=repeated)]
 
     def _embeddings(
         self,

@@ -19,8 +19,6 @@ from serving.requests.types import Array, Embeddings, Outputs
 
 # Items that are scored at a time.
 SLICE = 128
-# Requests with fewer items are scored with others, by the first program: two more programs are not worth their calls.
-FEWEST_ITEMS = 16
 
 
 class UserSidePrograms:

@@ -65,7 +65,8 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
             array = dense[jagged.name] if is_dense else _sent(jagged.kind, request, bag_range, id_range)
             arrays.append(array)
             array_bytes = array.nbytes
-        size_bytes += array_bytes * (request.samples if _is_shared(request, feature) else 1)
+        is_repeated = _is_shared(request, feature) and not request.is_user_side
+        size_bytes += array_bytes * (request.samples if is_repeated else 1)
     request.jagged, request.jagged_bytes = arrays, size_bytes
     return request
 

@@ -87,8 +87,10 @@ class KjtRequest:
         rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
         shared: the features that come once; bool [F]. None: there are none.
         jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
-        jagged_bytes: of all of them, rows as FP32, once what comes once is repeated for each sample.
-        is_user_side: whether exactly the model's user side comes once: scores need no repeated rows.
+        jagged_bytes: of all of them, rows as FP32; what is shared is repeated for each sample, except for the
+            programs of a user side.
+        is_user_side: whether the programs of the model's user side score it, for which no rows are repeated: exactly
+            this side is shared, by enough items.
     """
 
     feature_set: FeatureSet

@@ -16,16 +16,14 @@ from serving.lookup import user_side
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from tests.support.module_calls import answer_of_call
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
+from tests.support.shared import Ranking, ranking
 
 # RANDOM_MODELS=300 makes more of them.
 SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "120")))
 # The items of each request: fewer than are worth it, one slice and several.
 SIZES = (3, 16, 21, 40)
-# Ids, dense inputs, and what the module answers by itself.
-Asked = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 @pytest.mark.parametrize("seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
@@ -39,7 +37,9 @@ def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monke
         # Of few, a probe shows more rounding than it allows between samples in another order.
         assert (part.user_side is None) == part.mixes_samples, engine.bundle.manifest.notes
         assert seed not in SHORT or part.user_side is not None
-        every = [_asked(module, np.random.default_rng((seed, size)), size) for size in SIZES]
+        every = [
+            ranking(module, USER_SIDE, *module.request(np.random.default_rng((seed, size)), size)) for size in SIZES
+        ]
         tensors = []
         used = [tensor.name for tensor in part.inputs]
         for bags, every_dense, right in every:
@@ -52,31 +52,18 @@ def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monke
         answers = engine.answer([accept(engine.schema, tensors[number]) for number in order]).outcomes()
         for number, merged in zip(order, answers, strict=True):
             assert isinstance(merged, Mapping), merged
-            _expect_right(merged, every[number][2], every, config)
+            _expect_right(merged, every[number].right, every, config)
 
 
 def _example(module: Meeting) -> tuple[Any, ...]:
     return module.arguments(*module.request(np.random.default_rng(module.seed), 7))
 
 
-def _asked(module: Meeting, random: np.random.Generator, items: int) -> Asked:
-    """A ranking request: one user, some items."""
-    bags, dense = module.request(random, items)
-    repeated = {key: bag[:1] * items if key in USER_SIDE else bag for key, bag in bags.items()}
-    repeated_dense = {
-        name: np.repeat(rows[:1], items, 0) if name in USER_SIDE else rows for name, rows in dense.items()
-    }
-    right = answer_of_call(module, module.arguments(repeated, repeated_dense))
-    once = {key: bag[:1] if key in USER_SIDE else bag for key, bag in bags.items()}
-    once_dense = {name: rows[:1] if name in USER_SIDE else rows for name, rows in dense.items()}
-    return once, once_dense, right
-
-
 def _expect_right(
-    answer: Mapping[str, Any], right: Mapping[str, Any], every: list[Asked], config: ExportConfig
+    answer: Mapping[str, Any], right: Mapping[str, Any], every: list[Ranking], config: ExportConfig
 ) -> None:
     """But for rounding, relative to the largest number of all answers."""
     limit = 1e-5 if config.output_dtype is OutputDtype.FP32 else 1e-2
     for name, numbers in answer.items():
-        largest = max(float(np.abs(asked[2][name]).max(initial=0)) for asked in every)
+        largest = max(float(np.abs(asked.right[name]).max(initial=0)) for asked in every)
         np.testing.assert_allclose(numbers, right[name], rtol=0, atol=limit * largest, err_msg=name)

@@ -128,6 +128,19 @@ def test_what_comes_once_is_checked(tmp_path: Path) -> None:
         assert "is off by 1" in line or "is off by 0.99" in line
 
 
+def test_a_user_side_is_drawn_once(tmp_path: Path) -> None:
+    bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
+    shared = ["x", "user"]
+    factors = dict.fromkeys(bundle.manifest.keys, 3.5)
+    requests = random_requests(bundle.manifest, 20, Distribution(), factors, scores=True, shared=shared)
+    checker, engine = Checker(bundle), Engine(bundle)
+    for tensors in requests[:3]:
+        assert tensors.lengths.size == 1 + 20 + 20
+        assert {name: len(rows) for name, rows in tensors.dense.items()} == {"user": 1, "item": 20}
+        answer = dict(engine.outputs(tensors))
+        assert checker.what_is_wrong(Prepared(tensors, b"", 20), response(answer)) == []
+
+
 def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
     checker, engine, request = Checker(bundle), Engine(bundle), asked(bundle)

@@ -126,7 +126,8 @@ def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
     captured.mkdir()
     file = captured / "m.jsonl"
     serving = ServingSettings(capture=str(captured), capture_slow_ms=1e-6, capture_max_bytes=1 << 20)
-    right = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True, serving=serving))
+    config = ExportConfig(scores=True, user_side=["x", "user"], serving=serving)
+    right = export_model(ranker(), tmp_path / "r", "m", config)
     changed = ranker()
     with torch.no_grad():
         changed.top.bias.add_(1)
@@ -142,6 +143,15 @@ def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
             assert report["checked"] == report["answers"] > 0
             assert report["errors"] == {}
         assert metric(server, "tbe_stage_seconds_sum", model="m", stage="score") > 0
+
+        done = tbe_serve(*bench, *scores, "--items", "20", "--items", "300", "--json")
+        assert done.returncode == 0, done.stderr
+        reports = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [report["samples"] for report in reports] == [20, 300]
+        for report in reports:
+            assert report["checked"] == report["answers"] > 0
+            assert report["errors"] == {}
+        assert metric(server, "tbe_user_side_total", model="m") == sum(report["answers"] for report in reports)
 
         done = tbe_serve(*bench, "--scores", "--bundle", str(other))
         assert done.returncode == 1
@@ -167,6 +177,10 @@ def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
         for model, arguments, why in (
             ("m", (*scores, "--replay", str(some)), "scores: expected random requests"),
             ("unscored", ("--scores", "--bundle", str(unscored)), "scores: expected a bundle with scores"),
+            ("m", ("--bundle", str(right), "--items", "9"), "items (--items): expected --scores beside it"),
+            ("m", (*scores, "--items", "9", "--samples", "9"), "items (--items): expected no --samples beside it"),
+            ("m", (*scores, "--items", "0"), "items: expected > 0"),
+            ("m", ("--scores", "--bundle", str(other), "--items", "9"), "expected a bundle with a user side: "),
         ):
             done = tbe_serve("bench", model, "--url", server.grpc, *brief, *arguments)
             assert (done.returncode, done.stdout) == (1, "")

@@ -1,0 +1,96 @@
+"""The programs of a user side in this process: which requests they score, and where they cannot be loaded."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export import export_model
+from serving.engine import Engine
+from serving.lookup import user_side
+from serving.lookup.user_side import UserSidePrograms
+from serving.requests.accept import accept
+from serving.requests.dense_inputs import encode_dense
+from serving.requests.encoding import encode
+from serving.requests.limits import sequence_bytes
+from serving.requests.schema import ScoringSchema
+from serving.requests.types import Array, Embeddings, Outputs
+from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
+from tests.support.scored_models import EXACT
+from tests.support.shared import Ranking, ranking
+
+
+@pytest.fixture(scope="module")
+def module() -> Meeting:
+    return meeting(28)
+
+
+@pytest.fixture(scope="module")
+def bundle(module: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    example = module.arguments(*module.request(np.random.default_rng(0), 7))
+    config = replace(EXACT, user_side=USER_SIDE)
+    return export_model(module, tmp_path_factory.mktemp("user_side"), "m", config, example=example)
+
+
+@pytest.fixture
+def engine(bundle: Path) -> Iterator[Engine]:
+    with Engine.open(bundle) as engine:
+        yield engine
+
+
+def of_items(module: Meeting, items: int) -> Ranking:
+    return ranking(module, USER_SIDE, *module.request(np.random.default_rng(items), items))
+
+
+def expect_right(engine: Engine, request: Ranking) -> None:
+    answer = engine.score(request.bags, request.dense, shared=USER_SIDE)
+    for name, numbers in answer.items():
+        np.testing.assert_allclose(numbers, request.right[name], rtol=0, atol=1e-5)
+
+
+def test_requests_with_enough_items_are_scored_by_them(
+    module: Meeting, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+    score = UserSidePrograms.score
+
+    def counted(self: UserSidePrograms, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
+        scored.append(len(embeddings))
+        return score(self, embeddings, inputs)
+
+    monkeypatch.setattr(UserSidePrograms, "score", counted)
+    for items in (1, 15, 16, user_side.SLICE, user_side.SLICE + 1):
+        expect_right(engine, of_items(module, items))
+    assert scored == [16, user_side.SLICE, user_side.SLICE + 1]
+
+
+def test_a_history_counts_once_towards_the_limit_of_bytes(module: Meeting, engine: Engine) -> None:
+    assert isinstance(engine.schema, ScoringSchema)
+    part = engine.schema.dense_part
+    sizes = {}
+    for items in (20, 40):
+        request = of_items(module, items)
+        encoded = encode({**request.bags, "history": [[1, 2, 3, 4]]}, [], USER_SIDE)
+        tensors = replace(encoded, outputs=["click"], dense=encode_dense(part.inputs, request.dense))
+        sizes[items] = sequence_bytes(accept(engine.schema, tensors))
+    rows = 4 * 8 * 4 + 4  # of the history, with its length
+    assert sizes[40] - rows == 2 * (sizes[20] - rows)
+
+
+def test_where_they_cannot_be_loaded_the_whole_dense_part_scores(
+    module: Meeting, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(user_side, "load_user_side", fail)
+    with Engine.open(bundle) as engine:
+        assert engine.dense_part is not None
+        (failure,) = engine.dense_part.failures
+        assert failure.startswith(f"{bundle / 'scores.user.pt'}: torch ")
+        assert failure.endswith(" cannot load it: RuntimeError: no such operator")
+        assert isinstance(engine.schema, ScoringSchema)
+        assert engine.schema.dense_part.user_side is None
+        expect_right(engine, of_items(module, 40))
