@@ -68,16 +68,16 @@ def load_user_side(bundle: Bundle) -> tuple[Forward, Forward]:
         Exception: torch cannot load one.
     """
     user, items = (
-        _load_torchscript(read_checked(bundle.path / name, bundle.manifest.files[name]))
+        _load_torchscript(read_checked(bundle.path / name, bundle.manifest.files[name]), takes_weights=True)
         for name in (USER_PROGRAM, ITEMS_PROGRAM)
     )
     return user, items
 
 
-def _load_torchscript(content: bytes) -> Forward:
+def _load_torchscript(content: bytes, *, takes_weights: bool = False) -> Forward:
     with torchscript():
         program = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
-    prefer_onednn(program)
+    prefer_onednn(program, takes_weights=takes_weights)
     forward: Forward = program.forward
     return forward
 

@@ -21,14 +21,15 @@ _LARGE_WEIGHT = 1 << 14
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
-def prefer_onednn(program: "torch.jit.ScriptModule") -> None:
+def prefer_onednn(program: "torch.jit.ScriptModule", *, takes_weights: bool = False) -> None:
     """Have a frozen program make products of large FP32 weights by oneDNN, where the processor is AMD's.
 
     Args:
         program: changed in place; not called before.
+        takes_weights: whether some weights are inputs of the program, of one shape in all calls.
     """
     if _has_faster_onednn():
-        replace_large_products(program.graph)
+        replace_large_products(program.graph, takes_weights=takes_weights)
 
 
 def prefer_onednn_in_graph(graph: fx.Graph, weights: Sequence[Any]) -> None:
@@ -53,15 +54,27 @@ def _is_amd(processors: Path) -> bool:
     return re.search(r"^vendor_id\s*:\s*AuthenticAMD$", processors.read_text(), re.MULTILINE) is not None
 
 
-def replace_large_products(graph: Any) -> int:
-    """Put `_linear` in place of each `linear` whose weight is a large FP32 constant; the number of these."""
+def replace_large_products(graph: Any, *, takes_weights: bool = False) -> int:
+    """Replace each `linear` whose weight is a large FP32 constant, or an input of the graph.
+
+    Args:
+        graph: of TorchScript; changed in place.
+        takes_weights: whether weights may be inputs. How large these are is found in each call.
+
+    Returns:
+        How many were replaced.
+    """
     replaced = 0
     for node in graph.findAllNodes("aten::linear"):
         inputs = list(node.inputs())
-        if not _is_large(inputs[1].toIValue()):
+        if _is_large(inputs[1].toIValue()):
+            replacement = linear
+        elif takes_weights and inputs[1].node().kind() == "prim::Param":
+            replacement = linear_if_large
+        else:
             continue
         graph.setInsertPoint(node)
-        (made,) = graph.insertGraph(_linear().graph, inputs)
+        (made,) = graph.insertGraph(_scripted(replacement).inlined_graph, inputs)
         node.output().replaceAllUsesWith(made)
         node.destroy()
         replaced += 1
@@ -86,8 +99,8 @@ def _is_large(weight: Any) -> bool:
 
 
 @cache
-def _linear() -> "torch.jit.ScriptFunction":  # type: ignore[type-arg]
-    return torch.jit.script(linear)
+def _scripted(function: Any) -> Any:
+    return torch.jit.script(function)
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -117,3 +130,10 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     shape = list(rows.size())
     shape[-1] = weight.size(0)
     return torch.cat(parts).view(shape)
+
+
+def linear_if_large(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` if the weight is large and of FP32; as TorchScript, which does not read `_LARGE_WEIGHT`."""
+    if weight.numel() < 16384 or weight.dtype != torch.float32:
+        return torch.nn.functional.linear(rows, weight, bias)
+    return linear(rows, weight, bias)

@@ -17,7 +17,8 @@ from serving.lookup.dense_files import load_user_side
 from serving.requests.jagged_inputs import sample_bounds
 from serving.requests.types import Array, Embeddings, Outputs
 
-# Items that are scored at a time.
+# Items that are scored at a time; the last ones by half of it, and then the rest, because oneDNN gets few numbers of
+# rows (`serving.lookup.gemm`).
 SLICE = 128
 
 
@@ -61,7 +62,7 @@ class UserSidePrograms:
         of_items = [inputs[number] for number in self._of_items]
         starts = [0, samples]
         if not self._has_jagged or self._bounds is not None:
-            starts = [*range(0, samples, SLICE), samples]
+            starts = _starts(samples)
         bounds: list[Sequence[int]] = [starts] * self._dense_count
         if len(starts) > 2 and self._bounds is not None:
             bounds += self._bounds(of_items[self._dense_count :], starts)
@@ -82,6 +83,14 @@ class UserSidePrograms:
             else tensors[0].numpy()
             for output, tensors in outputs
         }
+
+
+def _starts(samples: int) -> list[int]:
+    """Where slices start, and the end of the last one."""
+    starts = [*range(0, samples, SLICE), samples]
+    if samples - starts[-2] > SLICE // 2:
+        starts.insert(-1, starts[-2] + SLICE // 2)
+    return starts
 
 
 def _tensors(arrays: Sequence[Array]) -> list[torch.Tensor]:

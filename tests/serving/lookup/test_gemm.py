@@ -73,7 +73,7 @@ def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone(
     layers, rows = Layers().eval(), torch.randn(640, 128)
     with torchscript():
         program = torch.jit.freeze(torch.jit.script(layers))
-    assert replace_large_products(program.graph) == 1
+    assert replace_large_products(program.graph, takes_weights=True) == 1
     with torch.no_grad():
         torch.testing.assert_close(program(rows), layers(rows), rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(program(rows[:130]), layers(rows[:130]), rtol=1e-4, atol=1e-3)
@@ -135,3 +135,25 @@ def test_scores_are_the_model_s_on_any_processor(tmp_path: Path, monkeypatch: py
             (found,) = engine.score(features).values()
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
         engine.close()
+
+
+def test_weights_that_are_inputs_are_replaced_where_they_may_be_and_used_where_they_are_large() -> None:
+    class Layer(nn.Module):
+        def forward(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(rows, weight, bias)
+
+    with torchscript():
+        program = torch.jit.freeze(torch.jit.script(Layer().eval()))
+    assert replace_large_products(program.graph) == 0
+    assert replace_large_products(program.graph, takes_weights=True) == 1
+    for height, dtype in ((256, torch.float32), (3, torch.float32), (256, torch.float64)):
+        weight, bias = torch.randn(height, 64, dtype=dtype), torch.randn(height, dtype=dtype)
+        for count in (1, 64, 100, 128):
+            rows = torch.randn(count, 64, dtype=dtype)
+            expected = nn.functional.linear(rows, weight, bias)
+            torch.testing.assert_close(program(rows, weight, bias), expected, rtol=CLOSE, atol=CLOSE)
+    with torch.profiler.profile() as profile:
+        program(torch.randn(128, 64), torch.randn(256, 64), torch.randn(256))
+        program(torch.randn(128, 64), torch.randn(3, 64), torch.randn(3))
+    (calls,) = (event.count for event in profile.key_averages() if "mkldnn::_linear_pointwise" in event.key)
+    assert calls == 1
