@@ -184,10 +184,9 @@ class Engine(Closing):
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(folder for folder in linked if (folder / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
-        self.schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
-        self._dense = DenseProgram(bundle, self.schema) if isinstance(self.schema, ScoringSchema) else None
-        if self._dense is not None:
-            self.schema = self._dense.schema
+        schema = schema_of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
+        self._dense = DenseProgram(bundle, schema) if isinstance(schema, ScoringSchema) else None
+        self.schema = schema if self._dense is None else self._dense.schema
         self.dense_part = None if self._dense is None else self._dense.loaded
         self._weighted_keys = bundle.manifest.weighted_keys
 
