@@ -32,6 +32,7 @@ A tables file describes tables, for a study without a model::
 """
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -94,6 +95,32 @@ def read_settings(path: Path) -> Settings:
     settings = msgspec.structs.asdict(read_toml(path, _File))
     sharding = settings.pop("sharding")
     return settings | ({} if sharding is None else msgspec.structs.asdict(sharding))
+
+
+def written_settings(settings: Settings) -> str:
+    """Settings as the text of a TOML file, which `read_settings` reads.
+
+    Args:
+        settings: as `read_settings` returns them.
+    """
+    sections: dict[str, dict[str, Any]] = {"": {}, "sharding": {}, "serving": settings.get("serving") or {}}
+    for option in OPTIONS:
+        if (value := settings.get(option.name)) is not None:
+            sections[option.section][option.name] = value
+    lines = []
+    for section, keys in sections.items():
+        lines += ["", f"[{section}]"] if section and keys else []
+        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    """Text, numbers, booleans, and lists and tables of them. JSON's text is TOML's, but for DEL."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def by_table(texts: Sequence[str] | None) -> ByTable | None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
+from export.compare.auc_figures import draw_bundles, draw_tables
 from export.compare.study import Placement, Study
 from export.values import size_text
 
@@ -64,7 +65,7 @@ class Picture:
 
 
 def draw(study: Study, layout: Layout) -> Iterator[Picture]:
-    """Draw all figures of `study`: latency, memory and traffic by strategy, and error by dtype.
+    """Draw all figures of `study`: latency, memory and traffic by strategy; AUC and error by dtype.
 
     The first three show the first dtype. Latency is for all numbers of ranks, memory and traffic for the largest.
     """
@@ -91,6 +92,18 @@ def draw(study: Study, layout: Layout) -> Iterator[Picture]:
             "traffic",
             f"For each strategy, a matrix of the bytes that ranks send one another for {study.batch_size} samples.",
             _panels(most, _traffic_of(most), "to rank", layout),
+        )
+    if (dtypes := study.dtype_study) is not None:
+        yield Picture(
+            "auc_bundles",
+            "The AUC that bundles lose over their stored bytes, with intervals: all tables in one dtype, mixed "
+            "dtypes, and the recommended one. The table under it has the numbers.",
+            draw_bundles(dtypes, layout.width, layout.keys),
+        )
+        yield Picture(
+            "auc_tables",
+            "For each table, the AUC that is lost if it alone has a dtype, a point with an interval for each dtype.",
+            draw_tables(dtypes, layout.width, layout.keys),
         )
     yield Picture(
         "errors",

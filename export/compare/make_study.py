@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 
 from export.compare.baseline import Baseline, ComparedTables
+from export.compare.dtype_study import DtypeStudy
 from export.compare.measure import CONFIDENCE
+from export.compare.recommend import recommend_dtypes
 from export.compare.study import DtypeReport, Placement, Recommendation, Study, StudyOptions, TableStudy, judge
 from export.plan.sharding import Sharding
 from export.rows.quantize import packs
@@ -63,6 +65,7 @@ def make_study(
     options: StudyOptions,
     command: str,
     progress: Callable[[str, int, int], None] = lambda *_: None,
+    dtype_study: DtypeStudy | None = None,
 ) -> Study:
     """Place `tables` in all ways that `options` name, and measure each.
 
@@ -71,6 +74,7 @@ def make_study(
         options: strategies, numbers of ranks and dtypes.
         command: the command line, for the report.
         progress: called when a step begins: with its name, the number of steps done, and the number of all steps.
+        dtype_study: the AUC that dtypes cost, if it was measured. It recommends the dtypes.
 
     Raises:
         ConfigurationError, CheckpointError, QuantizeError: the tables cannot be stored.
@@ -106,7 +110,8 @@ def make_study(
         confidence=CONFIDENCE,
         verdicts=judge(placements),
         recommended_ranks=max(options.ranks),
-        recommendations=recommendations,
+        recommendations=recommendations if dtype_study is None else recommend_dtypes(recommendations, dtype_study),
+        dtype_study=dtype_study,
     )
 
 

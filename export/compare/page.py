@@ -11,6 +11,8 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from export.compare.auc_figures import MOST_TABLES
+from export.compare.dtype_study import DtypeStudy, Measured
 from export.compare.figures import NARROW, WIDE, Picture, draw
 from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
 from export.values import size_text
@@ -19,10 +21,16 @@ from serving.files import replacing
 
 PAGE = "report.html"
 NUMBERS = "study.json"
+RECOMMENDED = "recommended.toml"
 
 
-def write_report(study: Study, folder: Path) -> list[Path]:
+def write_report(study: Study, folder: Path, settings: str | None = None) -> list[Path]:
     """Write the page, its figures and its numbers into `folder`. A file is written completely or not at all.
+
+    Args:
+        study: the study.
+        folder: for the files.
+        settings: the text of the recommended settings file, if there is one.
 
     Returns:
         The files, the page first.
@@ -39,6 +47,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     files = {
         PAGE: _page(study, shown, encoded.decode()).encode(),
         NUMBERS: encoded + b"\n",
+        **({} if settings is None else {RECOMMENDED: settings.encode()}),
         **{f"{picture.name}.png": picture.encoded("png") for picture in pictures},
     }
     try:
@@ -53,6 +62,8 @@ def write_report(study: Study, folder: Path) -> list[Path]:
 
 def findings(study: Study) -> Iterator[str]:
     """The conclusions that the measurement supports, a sentence each."""
+    if study.dtype_study is not None:
+        yield from _dtype_findings(study.dtype_study)
     for dtype, one in study.one_rank.items():
         yield (
             f"Whole on one rank, {dtype} answers {study.batch_size} samples in {_ms(one.latency_s.median)} ms "
@@ -70,6 +81,32 @@ def findings(study: Study) -> Iterator[str]:
         yield "In one process every sharding is slower than one rank: shard only tables that do not fit."
     elif placed and all(ratio.high >= 1 for ratio in placed):
         yield "In one process no sharding is certainly faster than one rank: shard only tables that do not fit."
+
+
+def _dtype_findings(study: DtypeStudy) -> Iterator[str]:
+    exact = study.bundles["fp32"].bytes
+    best = study.recommended.measured
+    yield (
+        f"Recommended dtypes: {_by_dtype(study)}: {size_text(best.bytes)}, {best.bytes / exact:.0%} of FP32. "
+        f"{_loss(best)}; the trained model's is {_score(study.trained_auc)}, on {study.rows:,} labelled rows. "
+        f"It keeps to {study.max_auc_loss:g}; {study.reason}."
+    )
+    for dtype, measured in study.bundles.items():
+        if dtype != "fp32":
+            yield f"All tables as {dtype}: {size_text(measured.bytes)}. {_loss(measured)}."
+
+
+def _by_dtype(study: DtypeStudy) -> str:
+    """The tables by their recommended dtype."""
+    tables: dict[str, list[str]] = {}
+    for table, dtype in study.recommended.dtypes.items():
+        tables.setdefault(dtype, []).append(table)
+    return ", ".join(f"{dtype} for {_listed(names)}" for dtype, names in tables.items())
+
+
+def _loss(measured: Measured) -> str:
+    loss = measured.auc
+    return f"AUC {loss.auc:.5f}, a loss of {_score(loss.loss)} ({_score(loss.low)} to {_score(loss.high)})"
 
 
 def _fastest(study: Study, verdict: Verdict) -> str:
@@ -123,7 +160,14 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.ChainableUndefined
     )
-    environment.filters |= {"ms": _ms, "bytes": _bytes, "ratio": _ratio, "unbroken": _unbroken, "error": _error}
+    environment.filters |= {
+        "ms": _ms,
+        "bytes": _bytes,
+        "ratio": _ratio,
+        "unbroken": _unbroken,
+        "error": _error,
+        "score": _score,
+    }
     return environment.get_template("page.html").render(
         study=study,
         ms=_ms,
@@ -133,6 +177,7 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
         fastest={(verdict.measure, verdict.ranks, verdict.dtype): verdict.fastest for verdict in study.verdicts},
         floats=sum(4 * table.rows * table.dim for table in study.tables.values()),
         first_dtype=next(iter(study.one_rank)),
+        most_tables=MOST_TABLES,
         made_at=datetime.fromtimestamp(study.made_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         # "</script>" in a table's name must not end the element.
         json=Markup(json.dumps(json.loads(encoded)).replace("<", "\\u003c")),  # noqa: S704
@@ -158,6 +203,10 @@ def _unbroken(text: str) -> str:
 
 def _bytes(size_bytes: int) -> str:
     return _unbroken(size_text(size_bytes))
+
+
+def _score(number: float) -> str:
+    return f"{round(number, 5) + 0.0:.5f}"  # no -0.00000
 
 
 def _error(number: float) -> str:

@@ -5,11 +5,14 @@ The sharding type follows from the table's bytes and traffic; the dtype follows 
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from rich.filesize import decimal
 
+from export.compare.dtype_study import DtypeStudy
 from export.compare.study import DtypeReport, Recommendation
 from export.plan.sharding import Sharding
 from export.plan.traffic import ID_BYTES, SUM_BYTES
+from export.values import weight_dtype
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Table
 
@@ -43,6 +46,31 @@ def recommend(
             sharding_type=kind.value, reason=reason, dtype=dtype, dtype_reason=dtype_reason
         )
     return advice
+
+
+def recommend_dtypes(advice: Mapping[str, Recommendation], study: DtypeStudy) -> dict[str, Recommendation]:
+    """`advice` with the dtypes that the AUC on labelled rows recommends."""
+    return {
+        table: msgspec.structs.replace(
+            recommendation,
+            dtype=study.recommended.dtypes[table],
+            dtype_reason=_reason_of_auc(study, table, study.recommended.dtypes[table]),
+        )
+        for table, recommendation in advice.items()
+    }
+
+
+def _reason_of_auc(study: DtypeStudy, table: str, dtype: str) -> str:
+    narrower = [(name, alone) for name, alone in study.tables[table].items() if _bits(name) < _bits(dtype)]
+    if not narrower:
+        return "the narrowest that was measured"
+    name, alone = max(narrower, key=lambda measured: _bits(measured[0]))
+    loss = alone.auc
+    return f"with this table alone in {name}, AUC loses {loss.loss:.5f} ({loss.low:.5f} to {loss.high:.5f})"
+
+
+def _bits(dtype: str) -> int:
+    return weight_dtype("dtype", dtype).format.bits
 
 
 def _recommend_type(table: Table, readers: int, sharding: Sharding, capacity: float) -> tuple[ShardingType, str]:

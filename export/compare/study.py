@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from export.compare.dtype_study import DtypeStudy
 from export.plan.sharding import CHOICES, Sharding
 from serving.arguments import check_arguments
 from serving.bench.report import Figure
@@ -203,6 +204,7 @@ class Study(msgspec.Struct, frozen=True):
         verdicts: the fastest of the placements without an error.
         recommended_ranks: the number of ranks that the recommendations are for.
         recommendations: by table.
+        dtype_study: the AUC that dtypes cost. If it was measured, the recommended dtypes are by it.
     """
 
     command: str
@@ -218,6 +220,7 @@ class Study(msgspec.Struct, frozen=True):
     verdicts: list[Verdict]
     recommended_ranks: int
     recommendations: dict[str, Recommendation]
+    dtype_study: DtypeStudy | None = None
 
 
 IN_ONE_PROCESS = "over_one_rank"

@@ -5,16 +5,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from export.batchability.differences import Numbers
-from export.capture.bags import bags_of
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, last_line
 from export.scores.dense_part import CompiledDensePart
 from export.scores.labelled_requests import LabelledRequest, Labels, outputs_with_labels
-from export.scores.probe_inputs import with_dense
-from export.trained.probe_request import kjt_of
+from export.scores.probe_inputs import request_inputs
 from serving.bundle.scores import DenseInput, DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest
@@ -100,12 +97,8 @@ def _trained_scores(
     manifest = engine.bundle.manifest
     ids = encode({key: request.features[key] for key in manifest.keys}, manifest.weighted_keys)
     dense = encode_dense(dense_inputs, request.dense, lengths_by_key(ids, [*manifest.keys]))
-    bags = bags_of(kjt_of(manifest, ids, torch.device("cpu")))
-    samples = ids.lengths.size // len(manifest.keys)
-    tensors = {name: torch.from_numpy(array) for name, array in dense.items()}
-    inputs = with_dense(DenseInputs(torch.empty(samples, 0), (), bags), dense_inputs, tensors)
     try:
-        return eager_scores(inputs)
+        return eager_scores(request_inputs(manifest, dense_inputs, ids, dense))
     except Exception as error:  # the model's code may raise anything, for ids outside of a table for example
         raise ConfigurationError(
             f"{request.where}: the trained model cannot answer: {last_line(error)}: give ids of its tables; or "

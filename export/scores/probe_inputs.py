@@ -78,6 +78,25 @@ def probe_inputs(manifest: Manifest, request: Tensors, part: DensePart | Sequenc
     return with_dense(inputs, dense_inputs, _random_dense(dense_inputs, samples, bags))
 
 
+def request_inputs(
+    manifest: Manifest, dense_inputs: Sequence[DenseInput], request: Tensors, dense: Mapping[str, npt.NDArray[Any]]
+) -> DenseInputs:
+    """The inputs of a dense part for a request, with embeddings and rows that are empty.
+
+    Args:
+        manifest: of the bundle.
+        dense_inputs: those of the dense part.
+        request: ids of all keys, in the manifest's order.
+        dense: the dense inputs by name, in their dtypes.
+    """
+    bags = bags_of(kjt_of(manifest, request, torch.device("cpu")))
+    samples = request.lengths.size // len(manifest.keys)
+    sequences = zip(manifest.features, manifest.feature_tables, strict=True)
+    keys = {feature.name: feature.key for feature, table in sequences if table.is_sequence}
+    inputs = DenseInputs(torch.empty(samples, 0), (), bags, dict.fromkeys(keys, torch.empty(0)), keys)
+    return with_dense(inputs, dense_inputs, {name: torch.from_numpy(array) for name, array in dense.items()})
+
+
 def with_dense(inputs: DenseInputs, dense_inputs: Sequence[DenseInput], tensors: Mapping[str, Tensor]) -> DenseInputs:
     """The inputs of a dense part with other dense inputs.
 

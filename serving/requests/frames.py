@@ -35,7 +35,7 @@ def columns_of(frame: Any, names: Collection[str] | None = None, weighted: Itera
         InvalidRequest: two columns that are taken have one name.
     """
     present = _column_names(frame) or []
-    weights = {f"{name}{_WEIGHTS}": name for name in weighted if name in present}
+    weights = {weights_column(name): name for name in weighted if name in present}
     taken = [name for name in present if name not in weights and (names is None or name in names)]
     for name in (*taken, *weights):
         if present.count(name) > 1:
@@ -45,6 +45,11 @@ def columns_of(frame: Any, names: Collection[str] | None = None, weighted: Itera
         if column in present:
             columns[name] = {"values": columns[name], "weights": frame[column]}
     return columns
+
+
+def weights_column(feature: str) -> str:
+    """The name of the column with the weights of a feature's ids."""
+    return f"{feature}{_WEIGHTS}"
 
 
 def _column_names(frame: Any) -> list[Any] | None:

@@ -3,13 +3,20 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from torchmetrics.functional.classification import binary_auroc
 from typer.testing import CliRunner
 
 from export.__main__ import app
-from tests.support.commands import TRAINED
+from serving.bundle.load import open_bundle
+from serving.engine import Engine
+from serving.model.config_file import read_config, settings_of
+from tests.support.commands import TRAINED, tbe_export
+from tests.support.planted_tables import write_labelled
 
+PLANTED = ("--model", "tests.support.planted_tables:build")
 TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
 
 
@@ -23,6 +30,15 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         (["--tables", "T", "--checkpoint", "w.pt"], "--checkpoint: expected --model with it"),
         ([], "expected either --model or --tables"),
         (["--tables", "T", "--ranks", "3", "--ranks-per-host", "2"], "--ranks-per-host: expected a divisor"),
+        (["--tables", "T", "--labelled", "T"], "--labelled: expected --model with it"),
+        ([*PLANTED, "--labelled", "d.parquet"], "--labelled: expected --label with it"),
+        ([*PLANTED, "--labelled", "d.jsonl", "--label", "c"], "--label: expected a parquet file"),
+        ([*PLANTED, "--labelled", "d.parquet", "--label", "c"], "--labelled: d.parquet: expected a file or folder"),
+        ([*PLANTED, "--labelled", "T", "--max-auc-loss", "0"], "--max-auc-loss: expected > 0"),
+        ([*PLANTED, "--labelled", "T", "--config", "T"], "t.toml: Object contains unknown field"),
+        ([*PLANTED, "--label", "c"], "--label: expected --labelled with it"),
+        ([*PLANTED, "--output", "a"], "--output: expected --labelled with it"),
+        ([*PLANTED, "--max-auc-loss", "0.1"], "--max-auc-loss: expected --labelled with it"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
@@ -56,3 +72,39 @@ def test_a_trained_model_is_compared_with_its_own_weights(tmp_path: Path) -> Non
     assert not study["generated"]
     assert study["tables"].keys() == {"user", "item", "genre", "word"}
     assert study["tables"]["user"]["dtypes"][2]["largest_error"] > 1e-3  # normal numbers of 1
+
+
+def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measured(tmp_path: Path) -> None:
+    day = write_labelled(tmp_path / "day.parquet", 6000)
+    settings = tmp_path / "export.toml"
+    settings.write_text('dtype = "fp16"\nid_policy = "zero"\n\n[serving]\ninstances = 2\n')
+    done = tbe_export(
+        "compare", *PLANTED, "--labelled", str(day), "--label", "click", "--max-auc-loss", "0.002",
+        "--config", str(settings), "--out", str(tmp_path / "out"), "--dtype", "int8", "--dtype", "int4",
+        "--strategy", "row_wise", "--ranks", "2", "--seconds", "0.01",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "* Recommended dtypes: int8 for matters, int4 for idle: 4.0 kB" in done.output
+    study = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert {name: advice["dtype"] for name, advice in study["recommendations"].items()} == {
+        "matters": "int8",
+        "idle": "int4",
+    }
+    assert "with this table alone in int4, AUC loses 0.0" in study["recommendations"]["matters"]["dtype_reason"]
+    recommended = str(tmp_path / "out" / "recommended.toml")
+    repository = ("--repository", str(tmp_path / "r"), "--name", "m")
+    done = tbe_export("model", *PLANTED, "--config", recommended, *repository)
+    assert done.exit_code == 0, done.output
+    bundle = tmp_path / "r" / "m" / "1"
+    manifest = open_bundle(bundle).manifest
+    assert {table.name: table.dtype.value for table in manifest.tables} == {"matters": "INT8", "idle": "INT4"}
+    assert {table.id_policy.value for table in manifest.tables} == {"zero"}
+    assert settings_of(read_config(tmp_path / "r" / "m")).instances == 2
+    table = pq.read_table(day)
+    scores = Engine.open(bundle).score({name: table[name] for name in ("matters_id", "idle_id")})["scores"]
+    labels = torch.from_numpy(table["click"].to_numpy()).long()
+    auc = float(binary_auroc(torch.from_numpy(scores).double().sigmoid(), labels))
+    measured = study["dtype_study"]["recommended"]["measured"]["auc"]
+    assert auc == pytest.approx(measured["auc"], abs=1e-6)
+    assert measured["low"] <= study["dtype_study"]["trained_auc"] - auc <= measured["high"] <= 0.002
+    assert sum(path.stat().st_size for path in bundle.glob("weights*.bin")) >= 4000

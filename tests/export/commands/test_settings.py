@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from export.commands.options import OPTIONS
-from export.commands.settings import export_config, read_settings
+from export.commands.settings import export_config, read_settings, written_settings
 from serving.bundle.load import open_bundle
 from serving.errors import ConfigurationError
 from serving.model.config_file import read_config, settings_of
@@ -30,6 +30,29 @@ min_partition = { item = 16 }
 instances = 2
 max_request_ids = 1000
 """
+
+
+NAMES = """
+dtype = { "ca*ts [a]" = "int4", "C:\\\\path \\"b\\" \\u007f" = "fp16", "ä, = #" = "int8" }
+max_error = { item = 0.5 }
+labelled = "a.jsonl"
+trained_memory = 1000
+scores = true
+user_side = ["user", "ag*"]
+
+[serving]
+hosts = { 0 = "a:8001" }
+max_busy_ms = 400
+verify_weights = false
+"""
+
+
+@pytest.mark.parametrize("text", [SETTINGS, NAMES, ""])
+def test_settings_that_are_written_are_read_as_they_were(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    settings = read_settings(tmp_path / "a.toml")
+    (tmp_path / "b.toml").write_text(written_settings(settings))
+    assert read_settings(tmp_path / "b.toml") == settings
 
 
 def test_each_option_stands_once() -> None:

@@ -1,0 +1,181 @@
+"""Labelled rows in batches: from parquet files, or from JSON lines as `tbe-export model --labelled` takes them."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from export.scores.labelled_requests import LabelledRequest, Labels, outputs_with_labels, read_labelled
+from serving.errors import ConfigurationError
+from serving.pins import not_installed
+from serving.requests.frames import columns_of, weights_column
+
+# Rows of a parquet file that are scored at a time.
+BATCH_ROWS = 2048
+_SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LabelledBatch:
+    """Some labelled rows.
+
+    Attributes:
+        where: the file and the rows or line, for messages.
+        features: ids by feature, as `Engine.score` takes them.
+        dense: dense inputs by name, as `Engine.score` takes them.
+        labels: bool [B].
+    """
+
+    where: str
+    features: Any
+    dense: Any
+    labels: Labels
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledColumns:
+    """What is read of labelled rows.
+
+    Attributes:
+        features: the features of the model.
+        dense: its dense inputs.
+        weighted: the features whose ids carry weights, which may have a column `<feature>.weights`.
+        outputs: its outputs.
+        output: the output that is labelled.
+    """
+
+    features: Sequence[str]
+    dense: Sequence[str]
+    weighted: Collection[str]
+    outputs: Sequence[str]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """Rows with labels in a file, or in the parquet files of a folder.
+
+    Attributes:
+        path: a parquet file, a folder with parquet files, or a file of JSON lines.
+        label: the column with the labels of parquet files. None for JSON lines, which have labels themselves.
+
+    Raises:
+        ConfigurationError: the path does not exist; parquet files have no label column, or JSON lines have one.
+    """
+
+    path: Path
+    label: str | None
+
+    def __post_init__(self) -> None:
+        is_parquet = self.path.suffix == _SUFFIX or self.path.is_dir()
+        if is_parquet and self.label is None:
+            raise ConfigurationError("labelled: expected --label with it, the column with 0 or 1 for each row")
+        if not is_parquet and self.label is not None:
+            raise ConfigurationError(
+                f"label: expected a parquet file *{_SUFFIX} or a folder of them as --labelled, got {self.path}: JSON "
+                "lines have their labels in each line"
+            )
+        if not self.path.exists():
+            raise ConfigurationError(f"labelled: {self.path}: expected a file or folder, found none")
+
+    def open(self, columns: LabelledColumns) -> Callable[[], Iterator[LabelledBatch]]:
+        """Check that the rows can be read, and return a function that reads them from the first one.
+
+        Raises:
+            ConfigurationError: the rows cannot be read, a column is missing, or JSON lines have no labels for the
+                output. The function raises it for a label that is not 0 or 1.
+        """
+        label = self.label
+        if label is None:
+            requests = read_labelled(self.path)
+            if columns.output not in outputs_with_labels(requests, columns.outputs):
+                raise ConfigurationError(f"{requests[0].where}: label: expected labels for output {columns.output!r}")
+            return lambda: (_batch_of_request(request, columns.output) for request in requests)
+        files = sorted(self.path.rglob(f"*{_SUFFIX}")) if self.path.is_dir() else [self.path]
+        if not files:
+            raise ConfigurationError(f"labelled: {self.path}: expected files *{_SUFFIX} in it, found none")
+        for file in files:
+            _expect_columns(file, [*columns.features, *columns.dense, label])
+        return lambda: (batch for file in files for batch in _read_parquet(file, columns, label))
+
+
+def _parquet_file(path: Path) -> Any:
+    """A pyarrow.parquet.ParquetFile."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        raise not_installed("pyarrow", "batch") from error
+    try:
+        return ParquetFile(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
+        raise ConfigurationError(f"labelled: {path}: expected a parquet file that can be read: {error}") from error
+
+
+def _expect_columns(path: Path, names: Sequence[str]) -> None:
+    with _parquet_file(path) as file:
+        present = file.schema_arrow.names
+    for name in names:
+        if name not in present:
+            raise ConfigurationError(
+                f"labelled: {path}: expected a column {name!r}, got the columns {', '.join(map(repr, present))}"
+            )
+
+
+def _read_parquet(path: Path, columns: LabelledColumns, label: str) -> Iterator[LabelledBatch]:
+    weights = [weights_column(feature) for feature in columns.weighted]
+    start = 0
+    with _parquet_file(path) as file:
+        names = [*columns.features, *columns.dense, *weights, label]
+        names = [name for name in dict.fromkeys(names) if name in file.schema_arrow.names]
+        batches = file.iter_batches(BATCH_ROWS, columns=names)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
+                raise ConfigurationError(f"labelled: {path}: rows from {start} cannot be read: {error}") from error
+            if batch is None:
+                return
+            stop = start + batch.num_rows
+            yield LabelledBatch(
+                f"labelled: {path}: rows {start} to {stop - 1}",
+                columns_of(batch, columns.features, columns.weighted),
+                columns_of(batch, columns.dense),
+                labels_of_column(path, label, batch[label], start),
+            )
+            start = stop
+
+
+def labels_of_column(path: Path, label: str, column: Any, start: int) -> Labels:
+    """The labels in a pyarrow Array, bool [B].
+
+    Args:
+        path: the file, for messages.
+        label: the column's name.
+        column: booleans, or numbers that are 0 or 1.
+        start: the number of its first row in the file, counted from 0.
+
+    Raises:
+        ConfigurationError: naming the first row with another value.
+    """
+    numbers = column.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind not in "biuf" and column.null_count == 0:
+        raise ConfigurationError(f"labelled: {path}: column {label!r}: expected labels 0 and 1, got {column.type}")
+    is_label = np.isin(numbers, (0, 1))
+    if column.null_count:
+        is_label &= column.is_valid().to_numpy(zero_copy_only=False)
+    if not is_label.all():
+        row = int(np.argmin(is_label))
+        raise ConfigurationError(
+            f"labelled: {path}: column {label!r}: row {start + row} (counted from 0): expected the label 0 or 1, "
+            f"got {column[row].as_py()!r}"
+        )
+    labels: Labels = numbers == 1
+    return labels
+
+
+def _batch_of_request(request: LabelledRequest, output: str) -> LabelledBatch:
+    label = request.label[output] if isinstance(request.label, dict) else request.label
+    labels = request.labels_of(output, len(label) if isinstance(label, list) else 0)
+    return LabelledBatch(request.where, request.features, request.dense, labels)
