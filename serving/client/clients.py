@@ -248,7 +248,7 @@ class LookupClient(_Client, Closing):
             features: ids of all features, in the forms of `lookup`. A DataFrame may have the dense inputs, too.
             dense: the dense inputs of the model's forward by name, [B, *shape] each: lists, arrays or columns of
                 floats, integers or booleans, as the model expects. An input of one number may be [B] or [B, 1].
-            nulls: as `lookup`. Nulls of dense inputs are refused.
+            nulls: as `lookup`, also of lists of rows of dense inputs. Null rows are refused.
             outputs: names of the outputs to return. None: all.
             shared: the features with one bag, and the dense inputs with one row, for all samples.
             timeout_s: as `lookup`.

@@ -7,7 +7,7 @@ structures are those of https://arrow.apache.org/docs/format/CDataInterface.html
 import ctypes
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ _DTYPES = {
 }
 _NULLS, _BOOLEANS, _STRUCTS = "n", "b", "+s"
 _LISTS = {"+l": np.int32, "+L": np.int64}
+_LIST_VIEWS = {"+vl": np.int32, "+vL": np.int64}
 _FIXED_LISTS = "+w:"
 
 
@@ -57,7 +58,7 @@ class ArrowChunk:
         valid: which items are not null, bool [length]; None: all.
         values: numbers or booleans [length], whatever is stored where an item is null; of a dictionary, indices.
             None for lists and structs, and for types that are not read.
-        lengths: items of each list, int32 or int64 [length]; None: these are no lists.
+        lengths: items of each list, int32 or int64 [length], 0 of a null; None: these are no lists.
         children: the items of all lists, one list after the other; the fields of a struct.
         dictionary: what `values` are indices of. None: they are numbers themselves.
     """
@@ -213,12 +214,55 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
         if length:
             offsets = _view(piece.buffers[1], _LISTS[kind], first, length + 1, owner)
         (items,) = _children(schema, piece, int(offsets[0]), int(offsets[-1] - offsets[0]), owner)
-        return ArrowChunk(name, length, valid, lengths=np.diff(offsets), children=(items,))
+        return _lists(name, valid, None, np.diff(offsets), items)
+    if kind in _LIST_VIEWS:
+        starts, lengths = (_view(piece.buffers[buffer], _LIST_VIEWS[kind], first, length, owner) for buffer in (1, 2))
+        (items,) = _children(schema, piece, 0, piece.children[0].contents.length, owner)
+        return _lists(name, valid, starts, lengths, items)
     if kind.startswith(_FIXED_LISTS):
         width = int(kind.removeprefix(_FIXED_LISTS))
         (items,) = _children(schema, piece, first * width, length * width, owner)
-        return ArrowChunk(name, length, valid, lengths=np.full(length, width, np.int32), children=(items,))
+        return _lists(name, valid, None, np.full(length, width, np.int32), items)
     return ArrowChunk(name, length, valid)
+
+
+def _lists(name: str, valid: Mask | None, starts: Any, lengths: Any, items: ArrowChunk) -> ArrowChunk:
+    """Lists whose items follow one another, without the items of null lists and the items between lists.
+
+    Args:
+        name: of a struct's field.
+        valid: which lists are not null, bool [length]; None: all.
+        starts: where each list starts in `items`, [length]; None: where the list before it ends.
+        lengths: items of each list, [length].
+        items: of all lists.
+    """
+    if starts is None and (valid is None or not lengths[~valid].any()):
+        return ArrowChunk(name, len(lengths), valid, lengths=lengths, children=(items,))
+    starts = np.cumsum(lengths) - lengths if starts is None else starts
+    lengths = lengths if valid is None else np.where(valid, lengths, 0)
+    items = _taken(items, _ranges(starts, lengths))
+    return ArrowChunk(name, len(lengths), valid, lengths=lengths, children=(items,))
+
+
+def _ranges(starts: Any, lengths: Any) -> Any:
+    """The integers [start, start + length) of each range, one range after the other."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _taken(chunk: ArrowChunk, items: Any) -> ArrowChunk:
+    """The items of a chunk at some positions, int64 [length]: a copy."""
+    lengths, indices = chunk.lengths, items
+    if lengths is not None:
+        indices = _ranges((np.cumsum(lengths, dtype=np.int64) - lengths)[items], lengths[items])
+    return replace(
+        chunk,
+        length=len(items),
+        valid=None if chunk.valid is None else chunk.valid[items],
+        values=None if chunk.values is None else chunk.values[items],
+        lengths=None if lengths is None else lengths[items],
+        children=(*(_taken(child, indices) for child in chunk.children),),
+    )
 
 
 def _children(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Iterator[ArrowChunk]:

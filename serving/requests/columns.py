@@ -4,15 +4,14 @@ import sys
 from collections.abc import Sequence
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from serving.requests.arrow_columns import ArrowChunk, read_chunks
-from serving.requests.types import Array, Mask
+from serving.requests.objects import INTEGERS, plain
+from serving.requests.types import Array, Lengths, Mask
 
-# The types of integers, without bool.
-INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _WEIGHTED_ID = ("id", "weight")
 
 
@@ -24,14 +23,50 @@ class JaggedInput(NamedTuple):
         lengths: bag sizes [B]; a null bag is empty. None: the form does not say.
         weights: a weight for each id [n], or None.
         null_sample: the first sample that is null or has a null; None: there is no null.
-        lacks_ids: whether null ids are left out of bags.
+        sizes: bag sizes with null ids [B]; None: no id is null.
+        present: which ids of the bags are not null, bool [sum of sizes]; None: all.
     """
 
     values: Any
     lengths: Any = None
     weights: Any = None
     null_sample: int | None = None
-    lacks_ids: bool = False
+    sizes: Any = None
+    present: Mask | None = None
+
+
+class WrongItem(ValueError):
+    """A row of a dense input, or a sample, that is null, or has no numbers, or has another shape than the first.
+
+    Attributes:
+        item: its number.
+        problem: what it has.
+        hint: what else there is to say.
+        unit: what is counted.
+    """
+
+    def __init__(self, item: int, problem: str, hint: str = "", unit: Literal["row", "sample"] = "row") -> None:
+        super().__init__(f"got {problem} in {unit} {item}{hint}")
+        self.item, self.problem, self.hint, self.unit = item, problem, hint, unit
+
+    @classmethod
+    def null(cls, item: int) -> Self:
+        """A null, or a row that has one."""
+        return cls(item, "a null", ": fill it, or leave the sample out")
+
+    @classmethod
+    def shape(cls, item: int, shape: Sequence[int], expected: Sequence[int]) -> Self:
+        """A row with another shape than the first."""
+        return cls(item, f"the shape {[*shape]}", f", where the first row has {[*expected]}")
+
+    def moved(self, item: int, unit: Literal["row", "sample"] = "row") -> "WrongItem":
+        """The same problem, counted differently."""
+        return WrongItem(item, self.problem, self.hint, unit)
+
+    def in_bags(self, lengths: Lengths) -> "WrongItem":
+        """The sample whose bag has the row; the row itself if the bags do not have it."""
+        sample = int(np.searchsorted(np.cumsum(lengths), self.item, "right"))
+        return self.moved(sample, "sample") if self.unit == "row" and sample < len(lengths) else self
 
 
 def is_pandas_series(column: Any) -> bool:
@@ -45,10 +80,11 @@ def arrow_of_series(series: Any) -> Any:
     return series.array.__arrow_array__() if hasattr(series.dtype, "pyarrow_dtype") else None
 
 
-def array_of_series(series: Any) -> tuple[Array, Mask | None]:
+def items_of_series(series: Any) -> tuple[Any, Mask | None]:
     """The items of a pandas Series that is not stored in Arrow, and which of them are null; each [B].
 
-    Where items are objects, a null is None. Where they are numpy's floats, NaN is a number. None: no item is null.
+    Objects are a list, with None for nulls, as `plain` returns it for one level. Where items are numpy's floats, NaN
+    is a number. None: no item is null.
     """
     null, dtype = series.isna().to_numpy(), series.dtype
     if hasattr(dtype, "categories"):
@@ -58,12 +94,12 @@ def array_of_series(series: Any) -> tuple[Array, Mask | None]:
         values = series.to_numpy(dtype.numpy_dtype, na_value=dtype.numpy_dtype.type(0))
     else:
         values = series.to_numpy()
-    if not null.any() or (values.dtype.kind == "f" and values.dtype == dtype):
-        return values, None
     if values.dtype == np.object_:
-        values = values.copy()
-        values[null] = None
-    return values, null
+        if null.any():
+            values = values.copy()
+            values[null] = None
+        return plain(values, 1), None
+    return values, None if not null.any() or (values.dtype.kind == "f" and values.dtype == dtype) else null
 
 
 def ids_of_array(values: Array, null: Mask | None) -> JaggedInput:
@@ -76,7 +112,22 @@ def ids_of_array(values: Array, null: Mask | None) -> JaggedInput:
     numbers = values.view(np.uint8) if values.dtype == np.bool_ else values
     if null is None:
         return JaggedInput(numbers)
-    return JaggedInput(numbers[~null], (~null).astype(np.int32), None, int(np.argmax(null)))
+    return without_null_ids(numbers[~null], np.ones(len(null), np.int32), ~null)
+
+
+def without_null_ids(values: Any, sizes: Lengths, present: Mask, null_bag: int | None = None) -> JaggedInput:
+    """Bags without their null ids.
+
+    Args:
+        values: the ids that are not null.
+        sizes: bag sizes with null ids [B].
+        present: which ids are not null, bool [sum of sizes].
+        null_bag: the first bag that is null.
+    """
+    samples = np.repeat(np.arange(len(sizes)), sizes)
+    null_samples = [*samples[~present][:1].tolist(), *([] if null_bag is None else [null_bag])]
+    lengths = np.bincount(samples[present], minlength=len(sizes)).astype(np.int32)
+    return JaggedInput(values, lengths, None, min(null_samples, default=None), sizes, present)
 
 
 def flattened(bags: Sequence[Any]) -> Any:
@@ -88,7 +139,10 @@ def flattened(bags: Sequence[Any]) -> Any:
         if len({*map(attrgetter("dtype", "ndim"), filled)}) == 1 and filled[0].dtype != np.object_:
             return np.concatenate(filled)
     items = [*chain.from_iterable(bags)]
-    return np.asarray(items) if {*map(type, items)} <= INTEGERS else items
+    if not {*map(type, items)} <= INTEGERS:
+        return plain(items)
+    array = np.asarray(items)
+    return array if array.dtype.kind in "iu" else items  # numpy has no dtype for an int64 beside a uint64
 
 
 def ids_of_arrow(column: Any) -> JaggedInput:
@@ -105,17 +159,9 @@ def numbers_of_arrow(column: Any) -> Array:
     """A column of numbers, or of lists of equally many, as an array [B, *shape].
 
     Raises:
-        ValueError: it is of another type, its lists differ in length, or a sample is null.
+        ValueError: it is of another type; `WrongItem`: its lists differ in length, or a row is null.
     """
-    numbers, sample = [], 0
-    for chunk in read_chunks(column):
-        values, null = _numbers_of_chunk(chunk, column)
-        if null is not None:
-            raise ValueError(null_in(sample + int(np.argmax(null))))
-        numbers.append(values)
-        sample += chunk.length
-    filled = [values for values in numbers if len(values)] or numbers[:1] or [np.zeros(0)]
-    return np.concatenate(filled) if len(filled) > 1 else filled[0]
+    return _numbers_of_chunks(read_chunks(column), column)
 
 
 def rows_of_arrow(column: Any, ndim: int) -> JaggedInput:
@@ -126,13 +172,14 @@ def rows_of_arrow(column: Any, ndim: int) -> JaggedInput:
     """
     chunks = read_chunks(column)
     if not chunks or _list_levels(chunks[0]) <= ndim:
-        return JaggedInput(numbers_of_arrow(column))
-    return _concatenated([_rows_of_chunk(chunk, column) for chunk in chunks])
-
-
-def null_in(sample: int) -> str:
-    """What is wrong with a dense input that has a null."""
-    return f"got a null in sample {sample}: fill it, or leave the sample out"
+        return JaggedInput(_numbers_of_chunks(chunks, column))
+    lengths = np.concatenate([chunk.lengths for chunk in chunks if chunk.lengths is not None])
+    valid = np.concatenate([_validity(chunk) for chunk in chunks])
+    try:
+        rows = _numbers_of_chunks([chunk.children[0] for chunk in chunks], column)
+    except WrongItem as error:
+        raise error.in_bags(lengths) from error
+    return JaggedInput(rows, lengths, None, None if valid.all() else int(np.argmin(valid)))
 
 
 def _concatenated(chunks: Sequence[JaggedInput]) -> JaggedInput:
@@ -148,40 +195,32 @@ def _concatenated(chunks: Sequence[JaggedInput]) -> JaggedInput:
         if chunk.null_sample is not None
     ]
     has_lengths = any(chunk.lengths is not None for chunk in chunks)
+    has_null_ids = any(chunk.present is not None for chunk in chunks)
+    sizes = [
+        lengths if chunk.sizes is None else chunk.sizes for chunk, lengths in zip(chunks, all_lengths, strict=True)
+    ]
+    present = [np.ones(len(chunk.values), np.bool_) if chunk.present is None else chunk.present for chunk in chunks]
     return JaggedInput(
         np.concatenate([chunk.values for chunk in chunks]),
         np.concatenate(all_lengths) if has_lengths else None,
         None if chunks[0].weights is None else np.concatenate([chunk.weights for chunk in chunks]),
         nulls[0] if nulls else None,
-        any(chunk.lacks_ids for chunk in chunks),
+        np.concatenate(sizes) if has_null_ids else None,
+        np.concatenate(present) if has_null_ids else None,
     )
 
 
 def _ids_of_chunk(chunk: ArrowChunk, column: Any) -> JaggedInput:
     is_list = chunk.lengths is not None
-    sizes = np.ones(chunk.length, np.int32) if chunk.lengths is None else chunk.lengths
-    items = chunk.children[0] if is_list else chunk
-    values, weights, valid = _weighted_ids(items, column)
+    values, weights, valid = _weighted_ids(chunk.children[0] if is_list else chunk, column)
     if values.dtype == np.bool_:
         values = values.view(np.uint8)
-    of_valid = None if chunk.valid is None or not is_list else np.repeat(chunk.valid, sizes)
-    if valid is None and of_valid is None:
-        return JaggedInput(values, chunk.lengths, weights)
-    samples = np.repeat(np.arange(chunk.length), sizes)
-    # A null list may have items, which do not count.
-    within = np.ones(len(values), np.bool_) if of_valid is None else of_valid
-    taken = within if valid is None else within & valid
-    nulls = samples[within & ~taken]
-    null_samples = nulls[:1].tolist()
-    if chunk.valid is not None:
-        null_samples.append(int(np.argmin(chunk.valid)))
-    return JaggedInput(
-        values[taken],
-        np.bincount(samples[taken], minlength=chunk.length).astype(np.int32),
-        None if weights is None else weights[taken],
-        min(null_samples, default=None),
-        lacks_ids=is_list and nulls.size > 0,
-    )
+    null_bag = None if chunk.valid is None or not is_list else int(np.argmin(chunk.valid))
+    if valid is None:
+        return JaggedInput(values, chunk.lengths, weights, null_bag)
+    sizes: Any = chunk.lengths if is_list else np.ones(chunk.length, np.int32)
+    jagged = without_null_ids(values[valid], sizes, valid, null_bag)
+    return jagged if weights is None else jagged._replace(weights=weights[valid])
 
 
 def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, Mask | None]:
@@ -191,6 +230,8 @@ def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, 
         return values, None, valid
     fields = {field.name: field for field in chunk.children}
     if fields.keys() != set(_WEIGHTED_ID):
+        if not _validity(chunk).any():
+            return np.zeros(chunk.length, np.int64), None, chunk.valid
         raise ValueError(f"a struct of {[*fields]}, where a weighted id has the fields {[*_WEIGHTED_ID]}")
     ids, id_valid = _items(fields["id"], column)
     weights, weight_valid = _items(fields["weight"], column)
@@ -203,6 +244,8 @@ def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, 
 def _items(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
     """The numbers of a chunk, and which are not null; each [n]. Of a dictionary, those that its indices name."""
     if chunk.values is None:
+        if not _validity(chunk).any():
+            return np.zeros(chunk.length, np.int64), chunk.valid
         kind = getattr(column, "type", getattr(column, "dtype", "another type"))
         raise ValueError(f"{type(column).__name__} of {kind}")
     if chunk.dictionary is None:
@@ -217,39 +260,48 @@ def _items(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
     return words[indices], valid if chunk.valid is None else valid & chunk.valid
 
 
-def _numbers_of_chunk(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
-    """Numbers [length, *shape], and which rows have a null; bool [length], or None."""
+def _numbers_of_chunks(chunks: Sequence[ArrowChunk], column: Any) -> Array:
+    """Numbers of chunks, without nulls, [rows, *shape].
+
+    Raises:
+        WrongItem: a row is null, has a null, or has another shape than the first; counted over all chunks.
+    """
+    numbers: list[Array] = []
+    first = 0
+    for chunk in chunks:
+        try:
+            values = _numbers_of_chunk(chunk, column, numbers[0].shape[1:] if numbers else ())
+        except WrongItem as error:
+            raise error.moved(first + error.item) from error
+        if len(values) or len(chunks) == 1:
+            numbers.append(values)
+        first += chunk.length
+    return np.concatenate(numbers or [np.zeros(0)]) if len(numbers) != 1 else numbers[0]
+
+
+def _numbers_of_chunk(chunk: ArrowChunk, column: Any, shape: Sequence[int]) -> Array:
+    """Numbers [length, *shape]. Without a `shape`, that of the first row."""
     if chunk.lengths is None:
         values, valid = _items(chunk, column)
-        return values, None if valid is None else ~valid
-    items, null_items = _numbers_of_chunk(chunk.children[0], column)
-    width = int(chunk.lengths[0]) if chunk.length else 0
-    differs = chunk.lengths != width
-    if differs.any():
-        if chunk.valid is not None:
-            raise ValueError(null_in(int(np.argmin(chunk.valid))))
-        sample = int(np.argmax(differs))
-        raise ValueError(
-            f"expected lists of one length, got {width} numbers in sample 0 and {chunk.lengths[sample]} in {sample}"
-        )
-    null = None if chunk.valid is None else ~chunk.valid
-    if null_items is not None:
-        null_rows: Any = null_items.reshape(chunk.length, width).any(axis=1)
-        null = null_rows if null is None else null | null_rows
-    return items.reshape(chunk.length, width, *items.shape[1:]), null
+        if valid is not None:
+            raise WrongItem.null(int(np.argmin(valid)))
+        return values
+    wrong = [] if chunk.valid is None else [WrongItem.null(int(np.argmin(chunk.valid)))]
+    try:
+        items = _numbers_of_chunk(chunk.children[0], column, shape[1:])
+    except WrongItem as error:
+        wrong.append(error.moved(error.in_bags(chunk.lengths).item))
+    if wrong:
+        raise min(wrong, key=attrgetter("item"))
+    width = shape[0] if shape else int(chunk.lengths[0]) if chunk.length else 0
+    if (differs := chunk.lengths != width).any():
+        row = int(np.argmax(differs))
+        raise WrongItem.shape(row, [int(chunk.lengths[row])], [width])
+    return items.reshape(chunk.length, width, *items.shape[1:])
 
 
-def _rows_of_chunk(chunk: ArrowChunk, column: Any) -> JaggedInput:
-    rows, null = _numbers_of_chunk(chunk.children[0], column)
-    lengths: Any = chunk.lengths
-    sample = None
-    if chunk.valid is not None:
-        taken = np.repeat(chunk.valid, lengths)
-        rows, null = rows[taken], None if null is None else null[taken]
-        lengths, sample = np.where(chunk.valid, lengths, 0), int(np.argmin(chunk.valid))
-    if null is not None and null.any():
-        raise ValueError(null_in(int(np.repeat(np.arange(chunk.length), lengths)[np.argmax(null)])))
-    return JaggedInput(rows, lengths, None, sample)
+def _validity(chunk: ArrowChunk) -> Mask:
+    return np.ones(chunk.length, np.bool_) if chunk.valid is None else chunk.valid
 
 
 def _list_levels(chunk: ArrowChunk) -> int:

@@ -15,9 +15,11 @@ import numpy.typing as npt
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
 from serving.requests.arrow_columns import ArrowStream
+from serving.requests.columns import WrongItem
 from serving.requests.encoding import has_boolean
 from serving.requests.frames import columns_of, is_frame
 from serving.requests.input_forms import Column, Nulls, convert_numbers, convert_rows
+from serving.requests.objects import plain
 from serving.requests.schema import shortened
 from serving.requests.types import Array, Dense, Lengths
 
@@ -73,25 +75,37 @@ def encode_dense(
 
 def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nulls: Nulls) -> Array:
     try:
+        numbers = plain(numbers)
         if dense_input.key is not None:
-            numbers = _rows(dense_input, numbers, lengths, nulls)
-        if is_frame(numbers):
-            array = np.stack([convert_numbers(column) for column in columns_of(numbers).values()], axis=1)
+            numbers, lengths = _rows(dense_input, numbers, lengths, nulls)
+        if is_frame(numbers):  # side by side only now: numpy makes floats of integers beside floats
+            columns = columns_of(numbers).values()
+            array = np.stack([_exact(dense_input, convert_numbers(column), column) for column in columns], axis=1)
         else:
-            array = convert_numbers(numbers)
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
+            array = _exact(dense_input, convert_numbers(numbers), numbers)
+    except WrongItem as error:
+        if dense_input.key is None:
+            error = error.moved(error.item, "sample")
+        elif lengths is not None:
+            error = error.in_bags(lengths)
         raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
+    return np.ascontiguousarray(_shaped(dense_input, array))
+
+
+def _exact(dense_input: DenseInput, array: Array, numbers: Any) -> Array:
+    """An array of numbers in the input's dtype, which changes no integer. `numbers` is what the array is made of."""
     if array.dtype.kind not in "fiub":
         raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected numbers of one dtype that numpy has, got {array.dtype}",
-            Reason.DENSE,
+            f"dense input {dense_input.name!r}: expected real numbers, got {array.dtype}", Reason.DENSE
         )
     if dense_input.dtype is InputDtype.FP32:
         if array.dtype != np.float32:
             _check_fits(dense_input.name, array, numbers)
     else:
         _check_exact(dense_input, array, numbers)
-    return np.ascontiguousarray(_shaped(dense_input, array), dense_input.dtype.numpy)
+    return array.astype(dense_input.dtype.numpy, copy=False)
 
 
 def _shaped(dense_input: DenseInput, array: Array) -> Array:
@@ -102,11 +116,11 @@ def _shaped(dense_input: DenseInput, array: Array) -> Array:
     return array.reshape(array.size, *dense_input.shape) if is_one_number else array
 
 
-def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nulls) -> Any:
-    """The rows of an input with a row for each id, [n, *shape], from any form."""
+def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nulls) -> tuple[Any, Lengths | None]:
+    """The rows of an input with a row for each id, [n, *shape], from any form; and the lengths of their bags."""
     jagged = convert_rows(rows, len(dense_input.shape), nulls)
     if jagged.lengths is None:
-        return jagged.values
+        return jagged.values, lengths
     if len(jagged.lengths) and lengths is not None and not np.array_equal(jagged.lengths, lengths):
         expected, got = (shortened(str(counts.tolist())) for counts in (lengths, jagged.lengths))
         raise InvalidRequest(
@@ -114,7 +128,8 @@ def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nu
             f"{expected}, got {got}",
             Reason.DENSE,
         )
-    return jagged.values if len(jagged.values) else np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
+    no_rows = np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
+    return jagged.values if len(jagged.values) else no_rows, jagged.lengths
 
 
 def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) -> None:
@@ -170,7 +185,7 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
 def _as_objects(numbers: Any) -> list[Any]:
     """The numbers of a list, or of an array or column of objects, flat; none where they have a dtype."""
     if isinstance(numbers, Sequence):
-        flat: list[Any] = np.asarray(numbers, object).ravel().tolist()
+        flat: list[Any] = np.asarray(plain(numbers), object).ravel().tolist()
         return flat
     if isinstance(dtype := getattr(numbers, "dtype", None), np.dtype) and dtype == np.object_:
         return _as_objects(np.asarray(numbers).tolist())

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.arrow_columns import ArrowStream
-from serving.requests.columns import INTEGERS
 from serving.requests.frames import columns_of, is_frame
-from serving.requests.input_forms import FeatureInput, Nulls, array_of, convert_ids
+from serving.requests.input_forms import FeatureInput, Nulls, convert_ids
 from serving.requests.limits import RequestLimits, check_size
+from serving.requests.objects import INTEGERS, array_of, leaves
 from serving.requests.schema import listed
 from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
 
@@ -139,7 +139,7 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
 
 
 def has_boolean(numbers: Sequence[Any]) -> bool:
-    """Whether one of the numbers is a boolean of Python, numpy or torch. Among integers, numpy converts it to 1."""
+    """Whether one of the numbers is a boolean of Python or numpy. Among integers, numpy converts it to 1."""
     if {*map(type, numbers)} <= INTEGERS:
         return False
     return any(isinstance(number, bool) or str(getattr(number, "dtype", "")).endswith("bool") for number in numbers)
@@ -260,11 +260,20 @@ def _floats(name: str, numbers: Any, what: str = "feature") -> Weights:
     """`numbers` as float32, of the same shape, without gaps. `what` has the `name`, for errors."""
     try:
         array = array_of(numbers)
-        if array.dtype.kind == "b" or (isinstance(numbers, (list, tuple)) and has_boolean(numbers)):
-            raise TypeError("got booleans")
-        return np.asarray(array, np.float32, order="C")
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: {error}") from error
+    if not array.size:
+        return np.zeros(array.shape, np.float32)
+    if array.dtype.kind == "b" or (isinstance(numbers, (list, tuple)) and has_boolean(numbers)):
+        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: got booleans")
+    if array.dtype.kind not in "fiu":
+        got = "a null" if array.dtype == np.object_ and any(leaf is None for leaf in leaves(array)) else array.dtype
+        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: got {got}")
+    with np.errstate(over="ignore"):
+        floats = np.asarray(array, np.float32, order="C")
+    if floats.dtype != array.dtype and (is_too_large := np.isinf(floats) & ~np.isinf(array)).any():
+        raise InvalidRequest(f"{what} {name!r}: expected numbers of FP32 as weights, got {array[is_too_large][0]:g}")
+    return floats
 
 
 def _integers(name: str, numbers: Any, dtype: type[np.signedinteger[Any]], what: str = "feature") -> Any:

@@ -17,16 +17,18 @@ import numpy.typing as npt
 from serving.requests.arrow_columns import ArrowArray, ArrowStream, is_arrow_column
 from serving.requests.columns import (
     JaggedInput,
-    array_of_series,
+    WrongItem,
     arrow_of_series,
     flattened,
     ids_of_array,
     ids_of_arrow,
     is_pandas_series,
-    null_in,
+    items_of_series,
     numbers_of_arrow,
     rows_of_arrow,
+    without_null_ids,
 )
+from serving.requests.objects import array_of, leaves, plain
 from serving.requests.types import Array, Mask
 
 
@@ -88,12 +90,13 @@ def convert_ids(ids: Any, nulls: Nulls) -> JaggedInput:
     Raises:
         ValueError: they are in no form, or have a null that is to be refused. The message says what was expected.
     """
+    ids = plain(ids, 1)  # what bags hold is looked at once they are flattened
     form = next(form for form in INPUT_FORMS if form.recognise(ids))
     try:
         jagged = form.convert(ids)
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}; got {error}") from error
-    return _without_nulls(jagged, nulls)
+    return _without_nulls(jagged, nulls, "which leaves null ids out, and reads a null list as an empty one")
 
 
 def convert_numbers(numbers: Any) -> Array:
@@ -101,7 +104,7 @@ def convert_numbers(numbers: Any) -> Array:
 
     Raises:
         TypeError: it is in no form.
-        ValueError: its rows have different lengths, or one is null.
+        ValueError: `WrongItem` where rows have different lengths, or one is null.
     """
     convert = next(form.convert_numbers for form in INPUT_FORMS if form.convert_numbers and form.recognise(numbers))
     return convert(numbers)
@@ -117,17 +120,16 @@ def convert_rows(rows: Any, ndim: int, nulls: Nulls) -> JaggedInput:
 
     Raises:
         TypeError: it is in no form.
-        ValueError: its rows have different lengths, or one is null.
+        ValueError: `WrongItem` where rows have different lengths, or one is null.
     """
     form = next(form for form in INPUT_FORMS if form.recognise_rows is not None and form.recognise_rows(rows, ndim))
-    return _without_nulls(form.convert_rows(rows, ndim), nulls)
+    return _without_nulls(form.convert_rows(rows, ndim), nulls, "which reads a null list as an empty one")
 
 
-def _without_nulls(jagged: JaggedInput, nulls: Nulls) -> JaggedInput:
+def _without_nulls(jagged: JaggedInput, nulls: Nulls, effect: str) -> JaggedInput:
     if jagged.null_sample is not None and nulls == "refuse":
         raise ValueError(
-            f"expected no nulls, got one in sample {jagged.null_sample}: fill it, or pass "
-            'nulls="empty", which leaves null ids out, and reads a null list as an empty one'
+            f'expected no nulls, got one in sample {jagged.null_sample}: fill it, or pass nulls="empty", {effect}'
         )
     return jagged
 
@@ -135,33 +137,48 @@ def _without_nulls(jagged: JaggedInput, nulls: Nulls) -> JaggedInput:
 def _is_list_of_ids(ids: Any) -> bool:
     """Whether `ids` is a list or array of ids, not of bags. An empty one is both."""
     if hasattr(ids, "ndim"):
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.dtype != np.object_:
-            return array.ndim == 1
-    elif not isinstance(ids, Sequence) or isinstance(ids, _NO_LISTS):
+        return np.asarray(ids).ndim == 1
+    if not isinstance(ids, Sequence) or isinstance(ids, _NO_LISTS):
         return False
     kinds = {*map(type, ids)}
     return all(issubclass(kind, (*_NUMBERS, NoneType)) for kind in kinds) and kinds != {NoneType}
 
 
-def array_of(numbers: Any) -> npt.NDArray[Any]:
-    """`numbers` as an array. Numbers that an array holds as objects get the dtype that numpy has for them.
-
-    Raises:
-        TypeError: it is a masked array, whose masked items numpy would include; or it is no array.
-        ValueError: its rows have different lengths.
-    """
-    if isinstance(numbers, np.ma.MaskedArray):
-        raise TypeError("a masked array: a request has no mask; fill it, or leave out what is masked")
-    array = np.asarray(numbers)
-    return np.asarray(array.tolist()) if array.dtype == np.object_ else array
-
-
 def _numbers_of_array(numbers: Any) -> Array:
-    array = array_of(numbers)
-    if array.dtype == np.object_ and array.ndim and not (present := _is_present(array)).all():
-        raise ValueError(null_in(int(np.argmin(present))))
+    """Rows of numbers, in an array or in nested lists."""
+    numbers = plain(numbers)
+    try:
+        array = array_of(numbers)
+    except ValueError as error:
+        raise _wrong_row(numbers) or error from error
+    if array.dtype.kind not in "fiub" and (wrong := _wrong_row(numbers)) is not None:
+        raise wrong
     return array
+
+
+def _wrong_row(rows: Any) -> WrongItem | None:
+    """The first row that is null or has a null; or else, that has what is no number; or has another shape than the
+    first row.
+    """
+    if not isinstance(rows, (list, tuple)):
+        return None
+    kinds_of_rows = [{*map(type, leaves([row]))} for row in rows]
+    for row, kinds in enumerate(kinds_of_rows):
+        if NoneType in kinds:
+            return WrongItem.null(row)
+    for row, kinds in enumerate(kinds_of_rows):
+        for kind in kinds:
+            if not issubclass(kind, (*_NUMBERS, np.ndarray)):
+                return WrongItem(row, kind.__name__)
+    shapes: list[Sequence[int]] = []
+    for row, numbers in enumerate(rows):
+        try:
+            shapes.append(np.shape(numbers))
+        except ValueError:
+            return WrongItem(row, "lists of different lengths")
+        if shapes[row] != shapes[0]:
+            return WrongItem.shape(row, shapes[row], shapes[0])
+    return None
 
 
 def _is_present(items: Any) -> Mask:
@@ -194,18 +211,28 @@ def _from_two_columns(values: Any, weights: Any) -> JaggedInput:
     )
     if ids.weights is not None or of_ids.weights is not None:
         raise ValueError("weights in one of two columns")
-    if ids.lacks_ids or of_ids.lacks_ids:
-        raise ValueError("a null in a bag of one of two columns: leave the id and its weight out, or use structs")
-    lengths, weight_lengths = (
-        np.ones(len(bags.values), np.int32) if bags.lengths is None else np.asarray(bags.lengths)
-        for bags in (ids, of_ids)
-    )
+    lengths, weight_lengths = _sizes_of_bags(ids), _sizes_of_bags(of_ids)
     if len(lengths) != len(weight_lengths):
         raise ValueError(f"weights of {len(weight_lengths)} samples for ids of {len(lengths)}")
     if (differs := lengths != weight_lengths).any():
         sample = int(np.argmax(differs))
         raise ValueError(f"{weight_lengths[sample]} weights for the {lengths[sample]} ids of sample {sample}")
-    return JaggedInput(ids.values, lengths, of_ids.values, ids.null_sample)
+    if ids.present is None and of_ids.present is None:
+        return JaggedInput(ids.values, lengths, of_ids.values, ids.null_sample)
+    is_id, is_weight = ids.present, of_ids.present
+    is_id = np.ones_like(is_weight) if is_id is None else is_id
+    is_weight = np.ones_like(is_id) if is_weight is None else is_weight
+    if (lacks_weight := is_id & ~is_weight).any():
+        sample = int(np.repeat(np.arange(len(lengths)), lengths)[np.argmax(lacks_weight)])
+        raise ValueError(f"a null for the weight of an id in sample {sample}")
+    # The weight of a null id is left out with it.
+    return ids._replace(weights=[*compress(of_ids.values, is_id[is_weight])])
+
+
+def _sizes_of_bags(bags: JaggedInput) -> Any:
+    """Bag sizes with null ids [B]."""
+    sizes = bags.lengths if bags.sizes is None else bags.sizes
+    return np.ones(len(bags.values), np.int32) if sizes is None else np.asarray(sizes)
 
 
 def _from_objects(ids: Any) -> JaggedInput:
@@ -213,14 +240,10 @@ def _from_objects(ids: Any) -> JaggedInput:
 
 
 def _from_list_of_ids(ids: Any) -> JaggedInput:
-    if hasattr(ids, "ndim"):
-        if np.asarray(ids).dtype != np.object_:
-            return JaggedInput(ids)
-        ids = ids.tolist()
-    if NoneType not in {*map(type, ids)}:
+    if hasattr(ids, "ndim") or NoneType not in {*map(type, ids)}:
         return JaggedInput(ids)
     present = _is_present(ids)
-    return JaggedInput([*compress(ids, present)], present.astype(np.int32), None, int(np.argmin(present)))
+    return without_null_ids([*compress(ids, present)], np.ones(len(ids), np.int32), present)
 
 
 def _from_bags(bags: Any) -> JaggedInput:
@@ -249,53 +272,75 @@ def _from_bags(bags: Any) -> JaggedInput:
             raise ValueError(f"{kind.__name__} for a list")
     if not isinstance(ids, list) or NoneType not in {*map(type, ids)}:
         return JaggedInput(ids, lengths, None, null_sample)
-    id_present, samples = _is_present(ids), np.repeat(np.arange(len(lengths)), lengths)
-    first = int(samples[np.argmin(id_present)])
-    return JaggedInput(
-        [*compress(ids, id_present)],
-        np.bincount(samples[id_present], minlength=len(lengths)).astype(np.int32),
-        None,
-        first if null_sample is None else min(first, null_sample),
-        lacks_ids=True,
-    )
+    id_present = _is_present(ids)
+    return without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
 
 
 def _from_series(series: Any) -> JaggedInput:
     if (arrow := arrow_of_series(series)) is not None:
         return ids_of_arrow(arrow)
-    values, null = array_of_series(series)
-    return _from_objects(values) if values.dtype == np.object_ else ids_of_array(values, null)
+    items, null = items_of_series(series)
+    if not isinstance(items, list):
+        return ids_of_array(items, null)
+    jagged = _from_objects(items)
+    return jagged._replace(values=np.asarray(jagged.values, np.uint8)) if _are_booleans(jagged.values) else jagged
+
+
+def _are_booleans(values: Any) -> bool:
+    booleans = {bool, np.bool_}
+    return len(values) > 0 and type(values[0]) in booleans and {*map(type, values)} <= booleans
 
 
 def _numbers_of_series(series: Any) -> Array:
     if (arrow := arrow_of_series(series)) is not None:
         return numbers_of_arrow(arrow)
-    values, null = array_of_series(series)
+    items, null = items_of_series(series)
     if null is not None:
-        raise ValueError(null_in(int(np.argmax(null))))
-    return array_of(values)
+        raise WrongItem.null(int(np.argmax(null)))
+    return _numbers_of_array(items)
 
 
 def _rows_of_series(series: Any, ndim: int) -> JaggedInput:
     if (arrow := arrow_of_series(series)) is not None:
         return rows_of_arrow(arrow, ndim)
-    rows = array_of_series(series)[0].tolist()
-    return JaggedInput(rows) if _is_list_of_rows(rows, ndim) else _rows_from_bags(rows, ndim)
+    items, null = items_of_series(series)
+    if null is not None:
+        raise WrongItem.null(int(np.argmax(null)))
+    items = plain(items)
+    return JaggedInput(items) if _is_list_of_rows(items, ndim) else _rows_from_bags(items, ndim)
 
 
 def _is_list_of_rows(rows: Any, ndim: int) -> bool:
-    if not isinstance(rows, Sequence) and (array := np.asarray(rows)).dtype != np.object_:
-        return array.ndim != 2 + ndim
-    return len(rows) > 0 and not any(row is None or np.ndim(row) > ndim or not np.size(row) for row in rows)
+    """Whether no row is in a bag. Rows have `ndim` dimensions."""
+    if hasattr(rows, "ndim"):
+        return np.ndim(rows) != 2 + ndim
+    return (
+        isinstance(rows, Sequence)
+        and any(row is not None for row in rows)
+        and not any(_is_bag(row, ndim) for row in rows)
+    )
+
+
+def _is_bag(rows: Any, ndim: int) -> bool:
+    """Whether this has more dimensions than a row, or is empty. A null is neither."""
+    while isinstance(rows, (list, tuple)) and rows:
+        rows = next((row for row in rows if row is not None), 0)
+        ndim -= 1
+    return rows is not None and (np.ndim(rows) > ndim or not np.size(rows))
 
 
 def _rows_from_bags(bags: Any, _: int) -> JaggedInput:
-    bags = bags if isinstance(bags, Sequence) else array_of(bags)
+    if isinstance(bags, _NO_LISTS) or not hasattr(bags, "__len__"):
+        raise TypeError(f"got {type(bags).__name__}")
     present = _is_present(bags)
+    filled = [*compress(bags, present)]
     lengths = np.zeros(len(present), np.int32)
-    lengths[present] = [*map(len, compress(bags, present))]
-    null_sample = None if present.all() else int(np.argmin(present))
-    return JaggedInput(flattened([*compress(bags, present)]), lengths, None, null_sample)
+    try:
+        lengths[present] = [*map(len, filled)]
+    except TypeError as error:
+        sample = next(sample for sample, bag in enumerate(bags) if bag is not None and not hasattr(bag, "__len__"))
+        raise WrongItem(sample, f"{type(bags[sample]).__name__} for a list of rows", unit="sample") from error
+    return JaggedInput(flattened(filled), lengths, None, None if present.all() else int(np.argmin(present)))
 
 
 INPUT_FORMS = (

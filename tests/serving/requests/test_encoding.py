@@ -3,6 +3,9 @@
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor
@@ -85,6 +88,11 @@ def objects(*items: Any) -> Any:
         pytest.param([[None], [3, None, 5], None], [3, 5], [0, 2, 0], id="ids of lists"),
         pytest.param([3, None, 5], [3, 5], [1, 0, 1], id="ids of a list"),
         pytest.param([None, None], [], [0, 0], id="nothing else"),
+        pytest.param([[3, 5], pd.NA, []], [3, 5], [2, 0, 0], id="NA for a bag"),
+        pytest.param([[3, pd.NA, 5]], [3, 5], [2], id="NA in a bag"),
+        pytest.param([3, pd.NA, 5], [3, 5], [1, 0, 1], id="NA among ids"),
+        pytest.param(pd.Series([[3, pd.NA], [5]]), [3, 5], [1, 1], id="NA in a bag of a column"),
+        pytest.param(objects(np.array([3, pd.NA], object), [5]), [3, 5], [1, 1], id="NA in an array"),
         pytest.param(objects(3, None, np.int8(5)), [3, 5], [1, 0, 1], id="ids of an object array"),
         pytest.param(objects([3, 5], None, np.array([7])), [3, 5, 7], [2, 0, 1], id="bags of an object array"),
         pytest.param(
@@ -97,7 +105,7 @@ def test_nulls_are_refused_or_left_out(ids: Any, values: list[int], lengths: lis
     assert (tensors.values.tolist(), tensors.lengths.tolist()) == (values, lengths)
     assert tensors.values.dtype == np.int64
     assert tensors.lengths.dtype == np.int32
-    first = next(number for number, bag in enumerate(ids) if bag is None or (isinstance(bag, list) and None in bag))
+    first = next(sample for sample, bag in enumerate(ids) if np.any(pd.isna(bag)))
     with pytest.raises(InvalidRequest, match=rf"feature 'a': expected no nulls, got one in sample {first}: fill it"):
         encode({"a": ids})
 
@@ -139,13 +147,71 @@ def test_ids_and_weights_may_be_two_columns_of_bags() -> None:
     assert (tensors.lengths.tolist(), tensors.weights.tolist()) == ([1, 0, 1], [0.5, 3.0])
 
 
+@pytest.mark.parametrize("weight_of_null", [None, 9.0])
+def test_a_null_id_is_left_out_with_its_weight(weight_of_null: float | None) -> None:
+    bags, weights = [[3, None, 5], None, [None], [1]], [[0.5, weight_of_null, 2.0], None, [weight_of_null], [3.0]]
+    columns: list[tuple[Any, Any]] = [
+        (bags, weights),
+        (objects(*bags), objects(*weights)),
+        (pd.Series(bags), pd.Series(weights)),
+        (pl.Series(bags), pl.Series(weights)),
+        (pa.chunked_array([bags[:2], bags[2:]]), pa.chunked_array([weights[:1], weights[1:]])),
+        (pl.Series(bags), weights),
+    ]
+    for ids, of_ids in columns:
+        tensors = encode({"a": {"values": ids, "weights": of_ids}}, "a", nulls="empty")
+        assert tensors.weights is not None
+        assert (tensors.values.tolist(), tensors.weights.tolist()) == ([3, 5, 1], [0.5, 2.0, 3.0])
+        assert tensors.lengths.tolist() == [2, 0, 0, 1]
+        with pytest.raises(InvalidRequest, match="feature 'a': expected no nulls, got one in sample 0"):
+            encode({"a": {"values": ids, "weights": of_ids}}, "a")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1e39, 1.0], r"expected numbers of FP32 as weights, got 1e\+39"),
+        (np.array([1.0, -1e39]), r"expected numbers of FP32 as weights, got -1e\+39"),
+        ([0.5, None], "expected numbers as weights: got a null"),
+        ([0.5, pd.NA], "expected numbers as weights: got a null"),
+        (["1", "2"], "expected numbers as weights: got <U1"),
+        (np.array([1j, 2]), "expected numbers as weights: got complex128"),
+        (np.array([1, 2], "M8[s]"), r"expected numbers as weights: got datetime64\[s\]"),
+    ],
+    ids=str,
+)
+def test_weights_that_fp32_has_not_are_refused(weights: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"feature 'a': {message}"):
+        encode({"a": ([1, 2], [2], weights)}, "a")
+    weights = encode({"a": ([1, 2, 3], [3], [float("inf"), float("nan"), 2**24 + 1])}, "a").weights
+    np.testing.assert_array_equal(weights, np.array([np.inf, np.nan, 2**24], np.float32))
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [np.int64(1), np.uint64(2)],
+        [[np.int64(1)], [np.uint64(2)]],
+        [np.array([1]), np.array([2], np.uint64)],
+        objects(np.int64(1), np.uint64(2)),
+        ([np.int64(1), np.uint64(2)], [1, 1]),
+    ],
+    ids=repr,
+)
+def test_integers_of_several_dtypes_are_no_floats(ids: Any) -> None:
+    assert encode({"a": ids}).values.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("ids", "weights", "message"),
     [
         ([[3, 5], [1]], [[0.5], [1.0]], "got 1 weights for the 2 ids of sample 0"),
         ([[3, 5], [1]], [[0.5, 1.0]], "got weights of 1 samples for ids of 2"),
         ([[3], None], [[0.5], [1.0]], "got 1 weights for the 0 ids of sample 1"),
-        ([[3, None]], [[None, 1.0]], "got a null in a bag of one of two columns: leave the id and its weight out"),
+        ([[3], [3, None]], [[1.0], [None, 1.0]], "got a null for the weight of an id in sample 1"),
+        ([[3], [5, 7]], [[1.0], [1.0, None]], "got a null for the weight of an id in sample 1"),
+        ([3, 5], [1.0, None], "got a null for the weight of an id in sample 1"),
+        ([[3, None]], [[1.0]], "got 1 weights for the 2 ids of sample 0"),
         ([[3]], ([1.0], [1], [2.0]), "got weights in one of two columns"),
     ],
 )
@@ -300,6 +366,8 @@ FORMS = r"feature 'a': expected a list of bags, .*, or a tuple of arrays, \(valu
         pytest.param({"a": [[1.5]]}, "feature 'a': expected integers", id="a fraction"),
         pytest.param({"a": [["x"]]}, "feature 'a': expected integers", id="a string"),
         pytest.param({"a": [[2**63]]}, "feature 'a': expected numbers that fit int64", id="too large"),
+        pytest.param({"a": [-1, 2**63]}, "feature 'a': expected integers: got -1 and 9223372036854775808, which no 64-bit dtype holds", id="too large beside a negative one"),
+        pytest.param({"a": [[2**64]]}, "feature 'a': expected integers: got 18446744073709551616, which no 64-bit dtype holds", id="much too large"),
         pytest.param({"a": ([1, 2], [1])}, "feature 'a': expected 1 ids, the sum of its lengths, got 2", id="sum"),
         pytest.param({"a": ([1], [1], [1.0, 2.0])}, "feature 'a': expected 1 weights", id="weights"),
         pytest.param({"a": ([1],)}, FORMS + "; got a tuple of 1", id="a tuple of one"),
