@@ -60,7 +60,12 @@ FEW_IMPORT = {
     "torchrec": set(),
     "pandas": set(),
     "polars": set(),
-    "pyarrow": set(),
+    "pyarrow": {
+        "serving.batch.inputs",
+        "serving.batch.journal",
+        "serving.batch.part_scores",
+        "serving.batch.run",
+    },
     "export": set(),
 }
 

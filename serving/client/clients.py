@@ -24,7 +24,7 @@ from serving.client.metadata import Metadata
 from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
 from serving.client.session import Call, MakeCall, Session
-from serving.client.streams import IN_FLIGHT, STREAM_TIMEOUT_S, Answered, AnswerStream, Chunk, as_async, check_stream
+from serving.client.streams import IN_FLIGHT, Answered, AnswerStream, Chunk, as_async, check_stream
 from serving.closing import AsyncClosing, Closing
 from serving.errors import DeadlineExceeded, InternalError, RequestCancelled
 from serving.ordered_map import map_in_order
@@ -32,7 +32,7 @@ from serving.protocol.messages import unary
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures
 from serving.requests.encoding import Features
 from serving.requests.input_forms import Nulls
-from serving.requests.streams import Errors, Method, SamplesDone
+from serving.requests.streams import STREAM_TIMEOUT_S, Errors, Method, SamplesDone
 from serving.requests.types import Embeddings
 
 T = TypeVar("T")

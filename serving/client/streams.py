@@ -17,8 +17,7 @@ from serving.requests.input_forms import Nulls
 from serving.requests.streams import Errors, Method, SamplesDone, name_batch, name_chunk, sample_count
 from serving.requests.types import Tensors
 
-# A chunk takes a server some tens of milliseconds. A stream rather waits for a busy server than fails.
-IN_FLIGHT, STREAM_TIMEOUT_S = 4, 60.0
+IN_FLIGHT = 4
 _MAX_IN_FLIGHT = 1024
 # How often the chunks of a batch are sent again because several model versions answered it.
 _ATTEMPTS = 3

@@ -12,6 +12,8 @@ from serving.requests.types import Tensors
 Method = Literal["score", "lookup"]
 # The error of a batch is raised at its place, which ends the stream; or yielded there.
 Errors = Literal["raise", "yield"]
+# The default deadline of each request, in seconds: a stream rather waits for a busy server than fails.
+STREAM_TIMEOUT_S = 60.0
 # Called with the number of samples that a stream has answered.
 SamplesDone = Callable[[int], object]
 

@@ -145,7 +145,7 @@ class Command(TyperCommand):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:  # an install without extras has only the client's packages
             extra = "export" if ctx.find_root().info_name == "tbe-export" else "server"
-            raise not_installed(str(error.name), extra) from error
+            raise not_installed(str(error.name), "batch" if error.name == "pyarrow" else extra) from error
 
 
 class _Commands(TyperGroup):

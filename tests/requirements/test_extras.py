@@ -132,6 +132,7 @@ def test_an_engine_looks_up_and_scores_in_a_process(bundle: Path) -> None:
         np.testing.assert_allclose(scores[name], array, atol=1e-6)
 
 
+SCORES = ("serving", "score-files", "day.parquet", "--bundle", "b", "--out", "scores")
 EXPORTS = ("export", "model", "--model", "m:model", "--repository", "r", "--name", "m")
 
 
@@ -144,6 +145,7 @@ EXPORTS = ("export", "model", "--model", "m:model", "--repository", "r", "--name
             "engine", "from export import export_model", (), "torchrec", "export", id="export, by an engine"
         ),
         pytest.param("server", "from export import export_model", (), "torchrec", "export", id="export, by a server"),
+        pytest.param("engine", COMMAND, SCORES, "pyarrow", "batch", id="score-files, by an engine"),
         pytest.param("engine", COMMAND, EXPORTS, "torchrec", "export", id="tbe-export, by an engine"),
         pytest.param(
             "engine", COMMAND, ("serving", "run", "BUNDLE"), "tritonserver", "server", id="run, by an engine"

@@ -19,6 +19,7 @@ _MODULES = (
         "jinja2",
         "matplotlib",
         "obstore",
+        "pyarrow",
         "pytriton",
         "safetensors",
         "torch",

@@ -110,6 +110,10 @@ _SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
     "pull": (("s3://bucket/models", "r"), lambda said: "needs a package: pip install obstore" in said),
     "lookup": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "score": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
+    "score-files": (
+        ("day.parquet", "--bundle", "MODEL/1", "--out", "scores"),
+        lambda said: "pyarrow: " in said and "pip install 'tbe-serving[batch]'" in said,
+    ),
     "configure": (("MODEL",), lambda said: said == ""),
     "load": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "health": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
@@ -178,4 +182,6 @@ def test_a_client_only_install_shows_no_trace(client_only: dict[tuple[str, str],
 def test_every_command_is_run_in_a_client_only_install() -> None:
     light = {"inspect", "push", "release", "prune"}  # run above, with what needs no torch
     assert _NEEDS_TORCH.keys() | light == set(_export_names())
-    assert _SERVING.keys() == {each.callback.__name__ for each in serving_app.registered_commands if each.callback}
+    assert _SERVING.keys() == {
+        each.callback.__name__.replace("_", "-") for each in serving_app.registered_commands if each.callback
+    }

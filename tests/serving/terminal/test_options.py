@@ -87,6 +87,11 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-serve pull": (["file:///nowhere", "here"], [], "cannot be opened"),
     "tbe-serve lookup": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve score": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
+    "tbe-serve score-files": (
+        ["day.parquet"],
+        ["--server", "127.0.0.1:1", "--model", "m", "--out", "scores"],
+        UNREACHED,
+    ),
     "tbe-serve configure": (["repository/mixed"], [], ""),
     "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "found none: run this on the server's machine"),
     "tbe-serve status": (["127.0.0.1:1"], [], UNREACHED),

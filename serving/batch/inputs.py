@@ -1,0 +1,147 @@
+"""The files that a run scores, and the parts that it scores them in."""
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+
+from serving.errors import ConfigurationError
+from serving.files import Strict, is_url
+
+# The end of a Parquet file: the size of the footer in four bytes, and a magic number.
+_END_BYTES = 8
+# Pages are read one after the other, so that a row group of any size takes little memory.
+_BUFFER_BYTES = 1 << 20
+
+
+class InputFile(Strict, frozen=True):
+    """A Parquet file.
+
+    Attributes:
+        path: absolute.
+        size_bytes: its size.
+        footer: SHA-256 of its footer, which says where its columns are and what they hold, in hex.
+        rows: of each row group.
+    """
+
+    path: str
+    size_bytes: int
+    footer: str
+    rows: tuple[int, ...]
+
+    def open(self) -> ParquetFile:
+        """Open the file.
+
+        Raises:
+            ConfigurationError: it is another file than it was.
+        """
+        if read_input(self.path) != self:
+            raise ConfigurationError(f"{self.path}: changed while it was scored: start again with --restart")
+        return open_parquet(self.path)
+
+
+class Part(Strict, frozen=True):
+    """A row group, whose scores are one file.
+
+    Attributes:
+        number: of the part, from 0.
+        file: the file that it is of.
+        row_group: its number in the file. A file without row groups has one part without rows.
+    """
+
+    number: int
+    file: InputFile
+    row_group: int
+
+    @property
+    def name(self) -> str:
+        """The name of the file with its scores."""
+        return f"part-{self.number:05}.parquet"
+
+    @property
+    def errors_name(self) -> str:
+        """The name of the file with its rows that have no scores."""
+        return f"{self.name}.jsonl"
+
+    @property
+    def rows(self) -> int:
+        """Its number of rows."""
+        return self.file.rows[self.row_group] if self.file.rows else 0
+
+
+def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
+    """The Parquet files that are named by files, folders and globs, in that order.
+
+    A folder has the files *.parquet below it, except those whose path in it has a name that begins with "." or "_".
+
+    Raises:
+        ConfigurationError: naming what has no file, is no Parquet file, or is named twice.
+    """
+    paths = [os.path.abspath(path) for pattern in patterns for path in _paths_of(pattern)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigurationError(f"{path}: expected each file once, got it twice")
+    return [read_input(path) for path in paths]
+
+
+def parts_of(files: Sequence[InputFile]) -> list[Part]:
+    """The parts of files, in order."""
+    groups = [(file, group) for file in files for group in range(max(1, len(file.rows)))]
+    return [Part(number=number, file=file, row_group=group) for number, (file, group) in enumerate(groups)]
+
+
+def read_input(path: str) -> InputFile:
+    """What a Parquet file is, from its footer.
+
+    Raises:
+        ConfigurationError: it is no Parquet file.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size_bytes - _END_BYTES))
+        footer_bytes = _END_BYTES + int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size_bytes - footer_bytes))
+        footer = hashlib.sha256(file.read(footer_bytes)).hexdigest()
+    with open_parquet(path) as parquet:
+        metadata = parquet.metadata
+        rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+    return InputFile(path=path, size_bytes=size_bytes, footer=footer, rows=rows)
+
+
+def open_parquet(path: str) -> Any:
+    """A ParquetFile that holds a few pages of each column in memory.
+
+    Raises:
+        ConfigurationError: it is no Parquet file.
+    """
+    try:
+        return ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+    except ArrowException as error:
+        raise ConfigurationError(f"{path}: expected a Parquet file: {error}") from error
+
+
+def _paths_of(pattern: str) -> Iterator[str]:
+    if is_url(pattern):
+        raise ConfigurationError(
+            f"{pattern}: expected a file, folder or glob on this machine, got a URL: copy it first"
+        )
+    if os.path.isfile(pattern):
+        return iter([pattern])
+    if os.path.isdir(pattern):
+        folder = Path(pattern)
+        paths = [
+            str(path)
+            for path in sorted(folder.rglob("*.parquet"))
+            if path.is_file() and not any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
+        ]
+    else:
+        paths = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise ConfigurationError(f"{pattern}: expected Parquet files: a file, a folder with *.parquet, or a glob")
+    return iter(paths)

@@ -1,0 +1,103 @@
+"""What a run scores, from what and how: two runs that say the same write the same files."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pyarrow.parquet import read_metadata
+
+from serving.batch.inputs import InputFile
+from serving.errors import ConfigurationError
+from serving.files import UNREADABLE, Strict, read_file, replacing
+
+JOURNAL = "journal.json"
+# The key of the metadata of each file with scores that has the SHA-256 of the journal, in hex.
+_METADATA = b"tbe-serving.journal"
+_MOST_BYTES = 1 << 30
+
+
+class Journal(Strict, frozen=True):
+    """What a run does. The parts that are finished are the files with their names.
+
+    Attributes:
+        scores_of: the bundle by its digest, or the server, the model and its version.
+        inputs: the files, in order.
+        options: what else the scores depend on, by option.
+    """
+
+    scores_of: dict[str, str]
+    inputs: tuple[InputFile, ...]
+    options: dict[str, Any]
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata of each file with scores."""
+        return {_METADATA.decode(): self.digest} | {
+            f"tbe-serving.{key}": text for key, text in self.scores_of.items()
+        }
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the journal, in hex."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Write the journal into a folder."""
+        with replacing(folder / JOURNAL) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=1))
+
+
+def read_journal(folder: Path) -> Journal | None:
+    """The journal in a folder. None: there is none, or it cannot be read."""
+    try:
+        return msgspec.json.decode(read_file(folder / JOURNAL, _MOST_BYTES), type=Journal)
+    except (FileNotFoundError, *UNREADABLE):
+        return None
+
+
+def check_continues(out: Path, earlier: Journal, journal: Journal) -> None:
+    """Refuse to go on with a run of something else.
+
+    Args:
+        out: the output of both.
+        earlier: of the run that did not finish.
+        journal: of this run.
+
+    Raises:
+        ConfigurationError: naming what differs.
+    """
+    if earlier == journal:
+        return
+    what, before, now = _difference(earlier, journal)
+    raise ConfigurationError(
+        f"{out}: an earlier run did not finish, and {what} changed: it was {before}, and is {now}: run the earlier "
+        "command again to go on, or discard what it wrote with --restart"
+    )
+
+
+def _difference(earlier: Journal, journal: Journal) -> tuple[str, Any, Any]:
+    """What differs first between two runs, and how it is in each."""
+    if earlier.scores_of != journal.scores_of:
+        return "where scores come from", earlier.scores_of, journal.scores_of
+    for name in {**earlier.options, **journal.options}:
+        if earlier.options.get(name) != journal.options.get(name):
+            return f"--{name}", earlier.options.get(name), journal.options.get(name)
+    before, now = ({file.path: _shown(file) for file in run.inputs} for run in (earlier, journal))
+    for path in {**before, **now}:
+        if before.get(path) != now.get(path):
+            return f"the input {path}", before.get(path, "missing"), now.get(path, "missing")
+    return "the order of inputs", [*before], [*now]
+
+
+def is_output_of(out: Path, journal: Journal) -> bool | None:
+    """Whether a folder has the finished scores of a run. None: it has no scores of any run."""
+    paths = sorted(out.glob("part-*.parquet"))
+    if not paths:
+        return None
+    digest = (read_metadata(paths[0]).metadata or {}).get(_METADATA)
+    return None if digest is None else bool(digest.decode() == journal.digest)
+
+
+def _shown(file: InputFile) -> str:
+    return f"{file.size_bytes} bytes with footer {file.footer[:12]}…"

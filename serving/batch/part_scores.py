@@ -1,0 +1,189 @@
+"""Score a part: a row group of a file becomes a file with its scores, whole or not at all."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyarrow.parquet import ParquetWriter
+
+from serving.batch.columns import BatchColumns
+from serving.batch.inputs import Part
+from serving.batch.sources import Source
+from serving.errors import InvalidRequest, ServingError
+from serving.files import replacing
+from serving.requests.answer_columns import AnswerColumns
+from serving.requests.answers import JaggedRows
+from serving.requests.encoding import encode
+from serving.requests.input_forms import Nulls
+
+# Rows that are read, encoded and sent together, and rows of a row group that is written. They bound the memory.
+_BATCH_ROWS, _WRITTEN_ROWS = 4096, 64 << 10
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done to each part.
+
+    Attributes:
+        source: where scores come from.
+        columns: the inputs of the model, and what is carried over.
+        nulls: what null lists and ids are, as in `serving.requests.encoding.encode`.
+        skips_bad_rows: whether rows that are refused are left out. Otherwise the first one is an error.
+        metadata: of each file that is written.
+        scores: the folder of these files.
+        errors: the folder of the files that name the rows that were left out.
+    """
+
+    source: Source
+    columns: BatchColumns
+    nulls: Nulls
+    skips_bad_rows: bool
+    metadata: dict[str, str]
+    scores: Path
+    errors: Path
+
+
+class BadRow(NamedTuple):
+    """A row that the model refuses: its number in the row group, from 0, and why."""
+
+    row: int
+    reason: str
+
+
+def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], object]) -> None:
+    """Write the scores of a part, and the rows that are left out.
+
+    Args:
+        model: an Engine or a LookupClient.
+        job: what is done.
+        part: the part.
+        rows_done: called with the number of rows of each batch that is done.
+
+    Raises:
+        InvalidRequest: naming file, row group and row, if a row is refused, and what the model expects.
+        ServingError: the model cannot answer.
+        OSError: a file cannot be read or written.
+    """
+    bad_rows: list[BadRow] = []
+    tables = _written_tables(_scored(model, job, part, bad_rows, rows_done))
+    with replacing(job.scores / part.name) as file:
+        table = next(tables, None)
+        if table is None:
+            table = _without_rows(model, job, part)
+        with ParquetWriter(file, table.schema.with_metadata(job.metadata)) as writer:
+            writer.write_table(table)
+            for table in tables:
+                writer.write_table(table)
+        # Inside the block: the part is finished when its file has its name.
+        _write_bad_rows(job.errors / part.errors_name, part, bad_rows)
+
+
+def _write_bad_rows(path: Path, part: Part, bad_rows: list[BadRow]) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
+    if not bad_rows:
+        return
+    with replacing(path) as file:
+        for bad in bad_rows:
+            line = {"file": part.file.path, "row_group": part.row_group, "row": bad.row, "reason": bad.reason}
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def _written_tables(tables: Iterator[Any]) -> Iterator[Any]:
+    """Join tables until they have `_WRITTEN_ROWS` rows."""
+    waiting: list[Any] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(each.num_rows for each in waiting) >= _WRITTEN_ROWS:
+            yield pa.concat_tables(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _scored(
+    model: Any, job: Job, part: Part, bad_rows: list[BadRow], rows_done: Callable[[int], object]
+) -> Iterator[Any]:
+    """The scores of each batch of rows, with the columns that are carried over. Bad rows are added to `bad_rows`."""
+    batches: deque[tuple[int, Any]] = deque()
+
+    def requests() -> Iterator[Any]:
+        for first, batch in _read(part, job.columns):
+            batches.append((first, batch))
+            yield job.columns.request(batch)
+
+    for answer in model.stream(requests(), nulls=job.nulls, errors="yield"):
+        first, batch = batches.popleft()
+        if isinstance(answer, InvalidRequest):
+            yield from _scored_around_bad_rows(model, job, part, first, batch, bad_rows)
+        elif isinstance(answer, ServingError):
+            raise answer
+        else:
+            yield _table(job, batch, answer)
+        rows_done(batch.num_rows)
+
+
+def _without_rows(model: Any, job: Job, part: Part) -> Any:
+    """The table of a part of which no row has scores: its columns."""
+    with part.file.open() as parquet:
+        batch = pa.RecordBatch.from_pylist([], parquet.schema_arrow)
+    return _table(job, batch, model.score(*job.columns.request(batch), nulls=job.nulls))
+
+
+def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:
+    """Batches of the part's rows, each with the number of its first row."""
+    if not part.rows:
+        return
+    with part.file.open() as parquet:
+        names = columns.of_file(part.file.path, parquet.schema_arrow)
+        first = 0
+        for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[part.row_group], columns=names):
+            yield first, batch
+            first += batch.num_rows
+
+
+def _scored_around_bad_rows(
+    model: Any, job: Job, part: Part, first: int, batch: Any, bad_rows: list[BadRow]
+) -> Iterator[Any]:
+    """Halve a batch until the rows are alone that the model refuses, and score the others.
+
+    Raises:
+        InvalidRequest: as `score_part`.
+    """
+    try:
+        answer = model.score(*job.columns.request(batch), nulls=job.nulls)
+    except InvalidRequest as error:
+        if batch.num_rows <= 1:
+            if not job.skips_bad_rows:
+                where = f"{part.file.path}: row group {part.row_group}, row {first}"
+                raise InvalidRequest(f"{where}: {error}", error.reason) from error
+            bad_rows.append(BadRow(first, str(error)))
+            return
+        half = batch.num_rows // 2
+        for start, rows in ((0, batch.slice(0, half)), (half, batch.slice(half))):
+            yield from _scored_around_bad_rows(model, job, part, first + start, rows, bad_rows)
+    else:
+        yield _table(job, batch, answer)
+
+
+def _table(job: Job, batch: Any, answer: Any) -> Any:
+    """The scores of a batch, with the columns that are carried over.
+
+    Raises:
+        ServingError: the answer is of another version.
+    """
+    job.source.check_answer(answer)
+    outputs = dict(answer)
+    for name, key in job.columns.inputs.outputs.items():
+        if key is not None:
+            features, _ = job.columns.request(batch)
+            lengths: Any = encode({key: features[key]}, job.columns.inputs.weighted, nulls=job.nulls).lengths
+            outputs[name] = JaggedRows(outputs[name], lengths)
+    scores = AnswerColumns(outputs).to_arrow()
+    kept = {name: batch.column(name) for name in job.columns.keep}
+    return pa.table({**kept, **{name: scores[name] for name in scores.column_names}})

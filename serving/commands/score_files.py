@@ -1,0 +1,134 @@
+"""`tbe-serve score-files`: score Parquet files into Parquet files."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving.batch.columns import OnError, read_column_names
+from serving.batch.sources import BundleSource, ServerSource, Source
+from serving.client import Tls
+from serving.commands.connection import TlsOf, say, takes_tls
+from serving.errors import ConfigurationError
+from serving.requests.input_forms import Nulls
+from serving.requests.streams import STREAM_TIMEOUT_S
+from serving.terminal.app import err, out, progress_bar
+
+# How often a line says how far the run is where no terminal shows a bar, in seconds.
+_LINE_S = 10.0
+
+
+@takes_tls
+def score_files(
+    inputs: Annotated[list[str], typer.Argument(help="Parquet files, folders of them, and globs.")],
+    tls: TlsOf,
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="Folder for the scores: a Parquet file for each row group of the inputs.")
+    ],
+    bundle: Annotated[
+        Path | None, typer.Option(help="The bundle to score with, <model>/<version>, in this process.")
+    ] = None,
+    server: Annotated[str | None, typer.Option(help="The gRPC address of a server to score with.")] = None,
+    model: Annotated[str | None, typer.Option(help="With --server: the model's name.")] = None,
+    columns: Annotated[
+        Path | None,
+        typer.Option(
+            help='TOML file with the columns of inputs that have other names, such as item_id = "item". A dense '
+            'input may have several: price = ["p0", "p1"].'
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="Columns to copy to the scores, joined by commas, such as id,ts.")
+    ] = None,
+    nulls: Annotated[
+        Nulls, typer.Option(help="'refuse' null lists and ids, or read a null list as an 'empty' one.")
+    ] = "refuse",
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="'fail' at a row that the model refuses, or 'skip' such rows and list them in OUT.errors.jsonl."
+        ),
+    ] = "fail",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that score, each on one core.")] = 1,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Discard scores of another bundle, other inputs or other options.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(help="With --server: deadline of each request, in seconds.")
+    ] = STREAM_TIMEOUT_S,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of the machine for an hour. Prints the cost of a million rows.")
+    ] = None,
+) -> None:
+    """Score Parquet files. The output has the rows of the input, in their order.
+
+    After an interruption, the same command goes on where the run stopped. OUT appears when all rows are scored.
+    """
+    from serving.batch.run import score_files as run  # pyarrow, which a client does not have
+
+    source = _source(bundle, server, model, tls(), timeout_s)
+    started = time.monotonic()
+    with _progress() as show:
+        summary = run(
+            source,
+            inputs,
+            out_folder,
+            names=read_column_names(columns),
+            keep=keep.split(",") if keep else (),
+            nulls=nulls,
+            on_error=on_error,
+            workers=workers,
+            restart=restart,
+            progress=show,
+        )
+    seconds = time.monotonic() - started
+    out.print(f"{out_folder}: {summary.rows - summary.skipped_rows:,} rows in {summary.parts} files")
+    if summary.skipped_rows:
+        out.print(f"{summary.errors}: {summary.skipped_rows:,} rows that were skipped")
+    rate = summary.scored_rows / seconds
+    out.print(f"scored {summary.scored_rows:,} rows in {seconds:.1f} s: {rate:,.0f} rows/s")
+    if price_per_hour is not None and rate:
+        out.print(f"a million rows cost {price_per_hour * 1e6 / rate / 3600:.4f}")
+
+
+def _source(bundle: Path | None, server: str | None, model: str | None, tls: Tls | None, timeout_s: float) -> Source:
+    if (bundle is None) == (server is None) or (server is None) != (model is None):
+        raise ConfigurationError("--bundle, --server: expected either --bundle, or --server with --model")
+    if bundle is not None:
+        return BundleSource(bundle)
+    assert server is not None  # noqa: S101
+    assert model is not None  # noqa: S101
+    return ServerSource(server, model, tls, timeout_s)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show rows, rows a second and the time left: a bar on a terminal, or a line from time to time."""
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    started = said = time.monotonic()
+    before: int | None = None
+
+    def rate(done: int) -> float:
+        nonlocal before
+        before = done if before is None else before
+        return (done - before) / max(time.monotonic() - started, 1e-9)
+
+    def say_line(done: int, total: int) -> None:
+        nonlocal said
+        speed = rate(done)
+        if time.monotonic() - said < _LINE_S:
+            return
+        said = time.monotonic()
+        left = f", {(total - done) / speed:,.0f} s left" if speed else ""
+        say(f"{done:,} of {total:,} rows, {speed:,.0f} rows/s{left}")
+
+    if not err.is_terminal:
+        yield say_line
+        return
+    columns = (MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with progress_bar(24, "scoring", *columns) as show:
+        yield lambda done, total: show(f"scoring, {rate(done):,.0f} rows/s", done, total)

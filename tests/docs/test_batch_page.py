@@ -1,0 +1,47 @@
+"""What docs/batch-scoring.md shows is what happens."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from export import ExportConfig, export_model
+from serving.server import Ports, run_server
+from tests.support.day import ROWS, day_table, write_day
+from tests.support.ranker import ranker
+from tests.support.servers import tbe_serve
+
+PAGE = (Path(__file__).parents[2] / "docs" / "batch-scoring.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_commands_score_and_polars_reads_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export_model(ranker(), Path("repository"), "ranker", ExportConfig(scores=True))
+    write_day(Path("day.parquet"), day_table().append_column("ts", day_table()["id"]))
+    (in_process, served) = (text for language, text in BLOCKS if text.startswith("tbe-serve") and not language)
+    (python,) = (text for language, text in BLOCKS if language == "python")
+    done = tbe_serve(*shlex.split(in_process)[1:])
+    assert done.returncode == 0, done.stderr
+    names: dict[str, Any] = {}
+    exec(python, names)
+    scores = names["scores"]
+    assert scores.columns == ["id", "ts", "like", "both"]
+    assert scores["id"].to_list() == [*range(ROWS)]
+    with run_server(Path("repository"), Ports(grpc=0, http=0, operations=0), log=tmp_path / "log") as server:
+        done = tbe_serve(*shlex.split(served.replace("localhost:8001", server.grpc))[1:], "--timeout-s", "60")
+    assert done.returncode == 0, done.stderr
+    assert pl.read_parquet("served")["id"].to_list() == [*range(ROWS)]
+
+
+def test_the_page_says_the_bounds_of_the_code() -> None:
+    from serving.batch import inputs, part_scores
+    from serving.client.streams import IN_FLIGHT
+
+    for number in (part_scores._BATCH_ROWS, part_scores._BATCH_ROWS * IN_FLIGHT, part_scores._WRITTEN_ROWS):
+        assert f"{number:,} " in PAGE or f"{number:,})" in PAGE
+    assert inputs._BUFFER_BYTES == 1 << 20
+    assert "1 MiB of each column" in PAGE

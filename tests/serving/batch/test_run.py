@@ -1,0 +1,331 @@
+"""Files are scored once, in order, and appear whole, whatever happens in between."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from serving.batch import part_scores, run
+from serving.batch.run import score_files
+from serving.batch.sources import BundleSource
+from serving.engine import Engine
+from serving.errors import ConfigurationError, InvalidRequest
+from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
+from tests.support.deadlines import PATIENT_S
+
+ROOT = Path(__file__).parents[3]
+
+
+class Stopped(Exception):
+    """As if the run were killed: what it wrote stays."""
+
+
+def stop_after(rows: int) -> Callable[[int, int], None]:
+    def progress(done: int, _: int) -> None:
+        if done >= rows:
+            raise Stopped
+
+    return progress
+
+
+def test_a_folder_of_scores_has_a_row_for_each_row(bundle: Path, day: Path, tmp_path: Path) -> None:
+    done: list[tuple[int, int]] = []
+    summary = score_files(
+        BundleSource(bundle),
+        [str(day)],
+        tmp_path / "out" / "scores",
+        keep=["id", "day"],
+        progress=lambda *rows: done.append(rows),
+    )
+    assert (summary.rows, summary.scored_rows, summary.skipped_rows, summary.errors) == (ROWS, ROWS, 0, None)
+    assert (done[0], done[-1]) == ((0, ROWS), (ROWS, ROWS))
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["scores"]
+    assert len([*(tmp_path / "out" / "scores").iterdir()]) == summary.parts == -(-ROWS // ROW_GROUP)
+    scores = parquet.read_table(tmp_path / "out" / "scores")
+    assert scores.column_names == ["id", "day", "like", "both"]
+    assert scores["id"].to_pylist() == [*range(ROWS)]
+    with Engine.open(bundle) as engine:
+        expected = engine.score(day_table())
+        metadata = parquet.read_schema(tmp_path / "out" / "scores" / "part-00000.parquet").metadata
+        assert metadata[b"tbe-serving.bundle"].decode() == engine.bundle.digest
+    np.testing.assert_allclose(scores["like"].to_numpy(), expected["like"], atol=1e-6)
+    np.testing.assert_allclose(np.stack(scores["both"].to_numpy()), expected["both"], atol=1e-6)
+
+
+def test_a_run_that_was_interrupted_goes_on(bundle: Path, day: Path, tmp_path: Path) -> None:
+    source, out = BundleSource(bundle), tmp_path / "scores"
+    score_files(source, [str(day)], tmp_path / "undisturbed")
+    with pytest.raises(Stopped):
+        score_files(source, [str(day)], out, progress=stop_after(4 * ROW_GROUP + 1))
+    assert not out.exists()
+    hidden = tmp_path / ".scores.scoring"
+    finished = {path.name: path.stat().st_mtime_ns for path in (hidden / "scores").iterdir()}
+    assert len(finished) == 4
+    for leftover in ("scores/.part-00004.parquet.abc", "scores/part-00009.parquet", ".journal.json.x", "errors/.e"):
+        (hidden / leftover).write_bytes(b"half")
+    (hidden / "replaced").mkdir()
+    summary = score_files(source, [str(day)], out)
+    assert summary.scored_rows == ROWS - 4 * ROW_GROUP
+    assert contents(out) == contents(tmp_path / "undisturbed")
+    assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+    assert not hidden.exists()
+    assert score_files(source, [str(day)], out).scored_rows == 0
+    assert not hidden.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"keep": ["id"]}, r"--keep changed: it was \[\], and is \['id'\]", id="columns to keep"),
+        pytest.param({"nulls": "empty"}, "--nulls changed: it was refuse, and is empty", id="nulls"),
+        pytest.param({"names": {"x": "y"}}, "--columns changed: it was {}, and is ", id="names"),
+        pytest.param("rows", r"the input .*day\.parquet changed: it was \d+ bytes with footer", id="other rows"),
+        pytest.param("more", r"the input .*more\.parquet changed: it was missing", id="another file"),
+        pytest.param("bundle", "where scores come from changed: it was {'bundle': ", id="another bundle"),
+    ],
+)
+def test_another_run_is_refused_unless_it_restarts(
+    bundle: Path, day: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    out, inputs, options = tmp_path / "scores", [str(day)], change if isinstance(change, dict) else {}
+    with pytest.raises(Stopped):
+        score_files(BundleSource(bundle), inputs, out, progress=stop_after(ROW_GROUP + 1))
+    source = BundleSource(bundle)
+    if change == "rows":
+        write_day(day, day_table(seed=1))
+    elif change == "more":
+        inputs.append(str(write_day(tmp_path / "more.parquet")))
+    elif change == "bundle":
+        source = BundleSource(_copied(bundle, tmp_path))
+    with pytest.raises(ConfigurationError, match=f"an earlier run did not finish, and {message}"):
+        score_files(source, inputs, out, **options)
+    assert score_files(source, inputs, out, restart=True, **options).scored_rows == ROWS * len(inputs)
+    score_files(source, inputs, tmp_path / "undisturbed", **options)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def _copied(bundle: Path, tmp_path: Path) -> Path:
+    """The same weights as another bundle."""
+    copy = tmp_path / "other" / "ranker" / "1"
+    copy.mkdir(parents=True)
+    for path in bundle.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    manifest = json.loads((copy / "manifest.json").read_bytes())
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy
+
+
+def test_finished_scores_of_something_else_are_replaced_by_a_restart_alone(
+    bundle: Path, day: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "scores"
+    score_files(BundleSource(bundle), [str(day)], out)
+    before = contents(out)
+    with pytest.raises(
+        ConfigurationError, match="has scores of another bundle, of other inputs or with other options"
+    ):
+        score_files(BundleSource(bundle), [str(day)], out, keep=["id"])
+    assert contents(out) == before
+    with pytest.raises(Stopped):
+        score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True, progress=stop_after(ROWS))
+    assert contents(out) == before
+    score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True)
+    assert parquet.read_table(out).column_names == ["id", "like", "both"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day.parquet", "scores"]
+
+
+def test_scores_that_were_replaced_are_completed_after_a_kill(
+    bundle: Path, day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between the two renames of a restart."""
+    out = tmp_path / "scores"
+    score_files(BundleSource(bundle), [str(day)], out)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "put_in_place", lambda *_: (_ for _ in ()).throw(Stopped))
+        with pytest.raises(Stopped):
+            score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True)
+    assert not out.exists()
+    assert score_files(BundleSource(bundle), [str(day)], out, keep=["id"]).scored_rows == 0
+    assert parquet.read_table(out)["id"].to_pylist() == [*range(ROWS)]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "parquet"])
+def test_what_is_no_output_is_not_replaced(bundle: Path, day: Path, tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "scores"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind == "folder":
+        (out / "mine").mkdir(parents=True)
+    else:
+        write_day(out / "part-00000.parquet")
+    for restart in (False, True):
+        with pytest.raises(ConfigurationError, match="expected no such file or folder, or earlier scores"):
+            score_files(BundleSource(bundle), [str(day)], out, restart=restart)
+    assert out.exists()
+    assert not (tmp_path / ".scores.scoring").exists()
+
+
+def test_two_runs_at_once_do_not_write_one_output(bundle: Path, day: Path, tmp_path: Path) -> None:
+    hidden = tmp_path / ".scores.scoring"
+    hidden.mkdir()
+    lock = os.open(hidden, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigurationError, match="another run writes it"):
+            score_files(BundleSource(bundle), [str(day)], tmp_path / "scores")
+    finally:
+        os.close(lock)
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "scores")
+
+
+def _with_bad_rows(day: Path) -> list[int]:
+    """Ids outside of their table in rows 3, 4 and 700, and all rows of the last row group."""
+    table = day_table()
+    column = table["x"].to_pylist()
+    bad = [3, 4, 700, *range(ROWS - ROWS % ROW_GROUP, ROWS)]
+    for row in bad:
+        column[row] = [50]
+    write_day(day, table.set_column(table.column_names.index("x"), "x", pa.array(column)))
+    return bad
+
+
+def test_a_bad_row_is_named(bundle: Path, day: Path, tmp_path: Path) -> None:
+    _with_bad_rows(day)
+    with pytest.raises(
+        InvalidRequest, match=r"day\.parquet: row group 0, row 3: feature 'x': expected an id in \[0, 50\), got 50"
+    ):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores")
+
+
+def test_bad_rows_are_left_out_and_listed(bundle: Path, day: Path, tmp_path: Path) -> None:
+    bad = _with_bad_rows(day)
+    source, out, errors = BundleSource(bundle), tmp_path / "scores", tmp_path / "scores.errors.jsonl"
+    summary = score_files(source, [str(day)], out, keep=["id"], on_error="skip")
+    assert (summary.skipped_rows, summary.errors) == (len(bad), errors)
+    scores = parquet.read_table(out)
+    assert scores["id"].to_pylist() == [row for row in range(ROWS) if row not in bad]
+    lines = [json.loads(line) for line in errors.read_text().splitlines()]
+    assert [line["row_group"] * ROW_GROUP + line["row"] for line in lines] == bad
+    assert {line["file"] for line in lines} == {str(day)}
+    assert all("feature 'x': expected an id in [0, 50), got 50" in line["reason"] for line in lines)
+    with pytest.raises(ConfigurationError, match=r"has no scores of the rows in .*--on-error skip accepts that"):
+        score_files(source, [str(day)], out, keep=["id"])
+    write_day(day)
+    score_files(source, [str(day)], out, keep=["id"], restart=True)
+    assert not errors.exists()
+
+
+def test_a_run_that_failed_at_a_bad_row_goes_on_without_it(bundle: Path, day: Path, tmp_path: Path) -> None:
+    bad = _with_bad_rows(day)
+    source, out = BundleSource(bundle), tmp_path / "scores"
+    score_files(source, [str(day)], tmp_path / "undisturbed", on_error="skip")
+    with pytest.raises(Stopped):
+        score_files(source, [str(day)], out, on_error="skip", progress=stop_after(ROW_GROUP + 1))
+    with pytest.raises(InvalidRequest, match="row group 0, row 3: "):
+        score_files(source, [str(day)], out)
+    assert score_files(source, [str(day)], out, on_error="skip").skipped_rows == len(bad)
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
+def test_nulls_are_bad_rows_or_empty_bags(bundle: Path, day: Path, tmp_path: Path) -> None:
+    table = day_table()
+    column = [*table["z"].to_pylist()]
+    column[160] = None
+    write_day(day, table.set_column(table.column_names.index("z"), "z", pa.array(column)))
+    with pytest.raises(InvalidRequest, match="row group 1, row 10: feature 'z': expected no nulls"):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores")
+    assert score_files(BundleSource(bundle), [str(day)], tmp_path / "empty", nulls="empty").skipped_rows == 0
+
+
+def test_files_without_rows_have_scores_without_rows(bundle: Path, tmp_path: Path) -> None:
+    empty = [write_day(tmp_path / "day" / f"{number}.parquet", day_table(0)) for number in range(2)]
+    summary = score_files(BundleSource(bundle), [str(tmp_path / "day")], tmp_path / "scores", keep=["id"])
+    assert (summary.rows, summary.parts) == (0, len(empty))
+    assert parquet.read_table(tmp_path / "scores").column_names == ["id", "like", "both"]
+
+
+def test_small_batches_are_written_in_large_row_groups(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bounds the memory: batches that are read, and rows that wait to be written."""
+    day = write_day(tmp_path / "day.parquet", row_group=ROWS)
+    monkeypatch.setattr(part_scores, "_BATCH_ROWS", 70)
+    monkeypatch.setattr(part_scores, "_WRITTEN_ROWS", 200)
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", keep=["id"])
+    written = parquet.ParquetFile(tmp_path / "scores" / "part-00000.parquet")
+    assert [written.metadata.row_group(group).num_rows for group in range(written.num_row_groups)] == [210] * 4 + [
+        160
+    ]
+    assert written.read()["id"].to_pylist() == [*range(ROWS)]
+
+
+def test_workers_write_what_one_process_writes(bundle: Path, day: Path, tmp_path: Path) -> None:
+    done: list[int] = []
+    source = BundleSource(bundle)
+    score_files(source, [str(day)], tmp_path / "scores", workers=2, progress=lambda rows, _: done.append(rows))
+    score_files(source, [str(day)], tmp_path / "alone")
+    assert contents(tmp_path / "scores") == contents(tmp_path / "alone")
+    assert done[-1] == ROWS
+
+
+@pytest.mark.long
+def test_a_bad_row_that_a_worker_meets_is_named(bundle: Path, day: Path, tmp_path: Path) -> None:
+    _with_bad_rows(day)
+    with pytest.raises(InvalidRequest, match=r"row group \d, row \d+: feature 'x'"):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", workers=2)
+
+
+@pytest.mark.long
+def test_workers_end_with_a_run_that_is_killed(bundle: Path, tmp_path: Path) -> None:
+    day = write_day(tmp_path / "day.parquet", day_table(200_000), row_group=20_000)
+    command = [sys.executable, "-m", "serving", "score-files", str(day), "--bundle", str(bundle), "--out"]
+    drafts = tmp_path / ".scores.scoring" / "scores"
+    with subprocess.Popen([*command, str(tmp_path / "scores"), "--workers", "2"], cwd=ROOT) as process:
+        try:
+            while not [*drafts.glob(".part-*")]:
+                assert process.poll() is None
+                time.sleep(0.01)
+            workers = psutil.Process(process.pid).children(recursive=True)
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(workers, PATIENT_S)
+    assert len(workers) >= 2
+    assert alive == []
+    summary = score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", workers=2)
+    assert summary.rows == 200_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day.parquet", "scores"]
+
+
+def _kill(bundle: Path, tmp_path: Path, kills: int) -> None:
+    day = write_day(tmp_path / "day.parquet")
+    command = [sys.executable, "-m", "tests.support.killed_batches", str(bundle), str(day), str(tmp_path), str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["once"] == ROWS
+    assert report["killed"] == kills
+    # A kill loses what was scored of one part.
+    assert report["rows"] <= report["outputs"] * ROWS + kills * ROW_GROUP
+    for output in range(report["outputs"]):
+        assert contents(tmp_path / f"scores-{output}") == contents(tmp_path / "whole")
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_a_run_may_be_killed_at_any_moment(bundle: Path, tmp_path: Path) -> None:
+    _kill(bundle, tmp_path, 8)
+
+
+@pytest.mark.long
+def test_a_hundred_runs_may_be_killed(bundle: Path, tmp_path: Path) -> None:
+    _kill(bundle, tmp_path, 100)

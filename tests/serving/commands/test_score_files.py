@@ -1,0 +1,136 @@
+"""`tbe-serve score-files`."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from export import ExportConfig, export_model
+from serving.server import Ports, Server, run_server
+from tests.support.day import ROWS, day_table, write_day
+from tests.support.models import SUM, collection
+from tests.support.ranker import mixing, ranker
+from tests.support.servers import tbe_serve
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scored") / "repository"
+    export_model(ranker(), path, "ranker", ExportConfig(scores=True))
+    export_model(mixing(), path, "mixing", ExportConfig(scores=True))
+    export_model(collection(SUM), path, "without")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), log=log) as running:
+        yield running
+
+
+@pytest.fixture
+def day(tmp_path: Path) -> Path:
+    return write_day(tmp_path / "day.parquet")
+
+
+def test_a_day_is_scored_with_a_bundle_and_with_a_server(
+    repository: Path, server: Server, day: Path, tmp_path: Path
+) -> None:
+    bundle = repository / "ranker" / "1"
+    options = ("--keep", "id,day", "--price-per-hour", "0.4")
+    done = tbe_serve("score-files", str(day), "--bundle", str(bundle), "--out", str(tmp_path / "scores"), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, third = done.stdout.splitlines()
+    assert first == f"{tmp_path}/scores: 1,000 rows in 7 files"
+    assert re.fullmatch(r"scored 1,000 rows in [\d.]+ s: [\d,]+ rows/s", second)
+    assert re.fullmatch(r"a million rows cost [\d.]+", third)
+    of_server = ("--server", server.grpc, "--model", "ranker", "--timeout-s", "60")
+    done = tbe_serve("score-files", str(day), *of_server, "--out", str(tmp_path / "served"), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    scores, served = parquet.read_table(tmp_path / "scores"), parquet.read_table(tmp_path / "served")
+    assert scores["id"].to_pylist() == served["id"].to_pylist() == [*range(ROWS)]
+    np.testing.assert_allclose(served["like"].to_numpy(), scores["like"].to_numpy(), atol=1e-6)
+    again = tbe_serve("score-files", str(day), "--bundle", str(bundle), "--out", str(tmp_path / "scores"), *options)
+    assert again.stdout.splitlines()[0] == first
+    assert "scored 0 rows" in again.stdout
+
+
+def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
+    table = day_table()
+    item = np.stack(table["item"].to_numpy())
+    renamed = table.rename_columns({"x": "clicks"}).drop_columns(["item"])
+    for number in range(2):
+        renamed = renamed.append_column(f"i{number}", pa.array(item[:, number]))
+    day = write_day(tmp_path / "day.parquet", renamed)
+    (tmp_path / "map.toml").write_text('x = "clicks"\nitem = ["i0", "i1"]\n')
+    command = (
+        "score-files",
+        str(day),
+        "--bundle",
+        str(repository / "ranker" / "1"),
+        "--out",
+        str(tmp_path / "scores"),
+    )
+    done = tbe_serve(*command)
+    assert done.returncode == 1
+    assert "expected a column 'x' for the input 'x': name another in --columns, got the columns 'id'" in done.stderr
+    assert tbe_serve(*command, "--columns", str(tmp_path / "map.toml")).returncode == 0
+    assert parquet.read_table(tmp_path / "scores").num_rows == ROWS
+
+
+def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
+    table = day_table(10)
+    day = write_day(tmp_path / "day.parquet", table.set_column(2, "x", pa.array([[50], *[[]] * 9])))
+    command = (
+        "score-files",
+        str(day),
+        "--bundle",
+        str(repository / "ranker" / "1"),
+        "--out",
+        str(tmp_path / "scores"),
+    )
+    done = tbe_serve(*command)
+    assert done.returncode == 1
+    assert f"{day}: row group 0, row 0: feature 'x': expected an id in [0, 50), got 50" in done.stderr
+    done = tbe_serve(*command, "--on-error", "skip")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[:2] == [
+        f"{tmp_path}/scores: 9 rows in 1 files",
+        f"{tmp_path}/scores.errors.jsonl: 1 rows that were skipped",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param((), "expected either --bundle, or --server with --model", id="no source"),
+        pytest.param(("--bundle", "b", "--server", "a:1"), "expected either --bundle, or --server", id="two sources"),
+        pytest.param(("--server", "a:1"), "expected either --bundle, or --server with --model", id="no model"),
+        pytest.param(("--bundle", "b", "--model", "m"), "expected either --bundle, or --server", id="a model alone"),
+        pytest.param(
+            ("--bundle", "WITHOUT"), "expected a model with scores: export it with --scores", id="no scores"
+        ),
+        pytest.param(("--bundle", "MIXING"), "depend on the other samples of its request", id="mixed samples"),
+        pytest.param(
+            ("--bundle", "RANKER", "--keep", "like"), "--keep: 'like': expected another column", id="an output"
+        ),
+        pytest.param(
+            ("--bundle", "RANKER", "--keep", "ts"), "expected a column 'ts' for --keep", id="no such column"
+        ),
+        pytest.param(("--bundle", "RANKER", "--on-error", "stop"), "'stop'", id="another word"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    repository: Path, day: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    bundles = {name.upper(): str(repository / name / "1") for name in ("ranker", "mixing", "without")}
+    typed = [bundles.get(option, option) for option in options]
+    done = tbe_serve("score-files", str(day), "--out", str(tmp_path / "scores"), *typed)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["day.parquet"]
