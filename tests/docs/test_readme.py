@@ -162,8 +162,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command, on_hosts = blocks(README, "", "tbe-export model")
-    assert on_hosts == blocks(SHARDING, "", "tbe-export model")[0] + blocks(SHARDING, "", "tbe-serve run")[0]
+    (command,) = blocks(README, "", "tbe-export model")
     of_readme, score, once, frame = (
         text for page in (README, CLIENTS) for text in blocks(page, "python") if "client.score" in text
     )
@@ -277,15 +276,15 @@ def test_what_the_readme_installs_are_extras() -> None:
     assert {extra for each in named for extra in each.split(",")} == {"server", "export"} < set(extras)
 
 
-def test_the_readme_has_at_most_a_thousand_words() -> None:
-    assert len((ROOT / README).read_text().split()) <= 1000
+def test_the_readme_has_at_most_700_words() -> None:
+    assert len((ROOT / README).read_text().split()) <= 700
 
 
 @pytest.mark.parametrize("page", [README, CLIENTS, SHARDING])
 def test_every_block_of_a_page_is_one_that_a_test_runs(page: str) -> None:
     """Whoever adds a block adds it to a test: a block that nothing runs rots."""
     known = {
-        README: {"": 8, "python": 3},
+        README: {"": 7, "python": 3},
         CLIENTS: {"": 1, "python": 7},
         SHARDING: {"": 7, "python": 1, "text": 2, "toml": 1},
     }
