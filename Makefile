@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fresh demo-hosts quick test test-all test-stack lint docs settings mutants promises fuzz faults kube soak bench bench-quick audit sbom pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all test-stack lint docs settings mutants promises fuzz faults kube soak bench bench-quick audit sbom dist pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -107,6 +107,9 @@ audit: ## Known vulnerabilities of the pinned packages; asks PyPI
 
 sbom: ## What each image has of Python packages, as CycloneDX, in build/sbom
 	@requirements/sbom.sh
+
+dist: ## Build the sdist and the wheel in build/dist, and check them with twine
+	@requirements/dist.sh
 
 pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@requirements/pin.sh

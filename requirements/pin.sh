@@ -63,6 +63,7 @@ lock stack-2.14 "torch 2.14 and what was built for it" stack-2.14.in --excludes 
 lock uv "What installs packages" uv.in
 lock bench "The servers that \`make bench\` compares ours with, beside torch" "${ours[@]:0:4}" bench.in
 lock bench-mlserver "MLServer, for \`make bench\`, beside torch" "${ours[@]:0:4}" bench-mlserver.in
+lock release "What \`make dist\` runs" release.in
 lock audit "What \`make audit\` and \`make sbom\` run" audit.in
 lock kube "What \`make kube\` checks manifests with" kube.in
 lock mutants "What \`make mutants\` runs, beside the environment" mutants.in
