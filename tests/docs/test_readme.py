@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor
@@ -221,6 +223,24 @@ def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, num
     (tmp_path / "tables.toml").write_text(tables)
     out = run(f"{TO_PACKAGE}{command.strip()} --seconds 0.01", tmp_path)
     assert "written report/report.html" in out
+
+
+@pytest.mark.long
+def test_the_dtypes_that_the_page_of_exports_recommends_are_exported(tmp_path: Path) -> None:
+    (commands,) = blocks(EXPORT, "", "tbe-export compare")
+    package(tmp_path, RANKER)
+    random = np.random.default_rng(0)
+    rows = {
+        "item_id": random.integers(20, size=300),
+        "genres": [[1, 2], [], [3]] * 100,
+        "dense_features": random.random((300, 3)).tolist(),
+        "click": random.integers(2, size=300),
+    }
+    pq.write_table(pa.table(rows), tmp_path / "day.parquet")
+    short = "--strategy table_wise --ranks 2 --seconds 0.01 --out report"
+    out = run(f"{TO_PACKAGE}{commands.replace('--out report', short)}", tmp_path)
+    assert "* Recommended dtypes: " in out
+    assert re.search(r"^published .*repository/ranker/1$", out, re.MULTILINE)
 
 
 # The rows of the README's table: what is measured, and what is best of it.
