@@ -55,3 +55,10 @@ def test_the_index_has_every_decision(page: Path) -> None:
     number, title = re.findall(r"^# (\d+)\. (.+)\n", page.read_text())[0]
     assert int(number) == int(page.stem[:4])
     assert f"| {number} | [{title}]({page.name}) |" in (page.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_decision_has_at_most_300_words(page: Path) -> None:
+    """Apart from tables: the list of dependencies is one."""
+    text = re.sub(r"^\|.*$", "", page.read_text(), flags=re.MULTILINE)
+    assert len(text.split()) <= 300

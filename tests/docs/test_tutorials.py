@@ -35,6 +35,7 @@ def python(text: str, address: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.long
 def test_the_tutorial_of_a_ranker(tmp_path: Path) -> None:
     file, train, export, serve, score, rank, again, load, back = steps("tutorial-ranker.md")
     (tmp_path / "ranker.py").write_text(file[1])
