@@ -1,9 +1,9 @@
-"""The formats of a dense part: TorchScript, an exported program, and AOTInductor, which bundles do not have.
+"""The formats of a dense part: TorchScript, an exported program, and native code of AOTInductor.
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.compilers [--aoti] [pooled] [sequences] [layers]
 
 For each model: how long a process takes until it has scored once, and calls of several numbers of samples. All
-formats compute the same graph and take turns. `--aoti` needs a C++ compiler; its code is for any x86-64-v3.
+formats compute the same graph and take turns. `--aoti` needs a C++ compiler.
 """
 
 import json
@@ -25,9 +25,8 @@ from torchrec.models.dlrm import DLRM
 
 from benchmarks.measure import Result, interleave, p50, ratio_of
 from benchmarks.sequences_workload import SequencesWorkload
-from export import ExportConfig, export_model
+from export import DenseCompiler, ExportConfig, export_model
 from serving.bundle.load import open_bundle
-from serving.bundle.scores import EXPORTED_SCORES
 from serving.lookup.dense_program import DenseProgram
 from serving.lookup.program import load_fbgemm
 from serving.requests.jagged_inputs import zero_jagged
@@ -36,6 +35,7 @@ from serving.requests.schema import scoring_schema
 SIZES = (1, 16, 128, 500)
 ROUNDS, REPEATS, LOADS = 30, 5, 1
 AOTI = "--aoti"
+CONFIG = ExportConfig(scores=True, compile=DenseCompiler.AOTI if AOTI in sys.argv else None)
 # Ids in each bag of a sequence.
 IDS = 25
 TABLES, ROWS, DIM, WIDTH = 26, 100, 64, 13
@@ -49,7 +49,7 @@ def main() -> None:
         names = [name for name in sys.argv[1:] if name != AOTI]
         for name in names or MODELS:
             bundle = MODELS[name](Path(folder) / name)
-            for result in (*_cold(name, bundle), *_warm(name, bundle, Path(folder))):
+            for result in (*_cold(name, bundle), *_warm(name, bundle)):
                 print(f"{result.name}: {result.shown}", flush=True)
 
 
@@ -60,12 +60,12 @@ def _dlrm(repository: Path, tables: int, dense_layers: list[int], over_layers: l
         for n in range(tables)
     ]
     model: nn.Module = DLRM(EmbeddingBagCollection(tables=configs), WIDTH, [*dense_layers, DIM], [*over_layers, 1])
-    return export_model(model.eval(), repository, "m", ExportConfig(scores=True))
+    return export_model(model.eval(), repository, "m", CONFIG)
 
 
 def _sequences(repository: Path) -> Path:
     workload = SequencesWorkload.make({128: 2}, ROWS)
-    return export_model(workload.model, repository, "m", ExportConfig(scores=True), example=workload.example())
+    return export_model(workload.model, repository, "m", CONFIG, example=workload.example())
 
 
 MODELS: Mapping[str, Callable[[Path], Path]] = {
@@ -118,15 +118,11 @@ def load(bundle: Path, name: str, format_: str) -> float:
     return time.process_time() - started
 
 
-def _warm(name: str, bundle: Path, folder: Path) -> list[Result]:
+def _warm(name: str, bundle: Path) -> list[Result]:
     """Calls of each format, and their time divided by that of TorchScript."""
     programs = _programs(bundle)
     results: list[Result] = []
     calls: dict[str, Callable[..., Any]] = {format_: program._run for format_, program in programs.items()}
-    if AOTI in sys.argv:
-        started = time.monotonic()
-        calls["aotinductor"] = partial(_run, _compiled(bundle, folder / f"{name}.pt2"))
-        results.append(Result(f"{name}_aotinductor_compile_s", time.monotonic() - started))
     for samples in SIZES:
         embeddings, inputs = _inputs(bundle, samples)
         expected = [*calls["torchscript"](embeddings, inputs).values()]
@@ -149,25 +145,6 @@ def _warm(name: str, bundle: Path, folder: Path) -> list[Result]:
             if format_ != "torchscript"
         ]
     return results
-
-
-def _compiled(bundle: Path, path: Path) -> Callable[..., Any]:
-    """What AOTInductor compiles of the exported program, for any x86-64-v3."""
-    torch._inductor.config.cpp.march = "x86-64-v3"
-    torch._inductor.config.cpp.simdlen = 256
-    torch._inductor.config.cpp.threads = 1
-    exported = torch.export.load(bundle / EXPORTED_SCORES)
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-    loaded: Callable[..., Any] = torch._inductor.aoti_load_package(str(path))
-    return loaded
-
-
-def _run(forward: Callable[..., Any], embeddings: Any, inputs: Any) -> dict[str, Any]:
-    """As `DenseProgram._run`."""
-    with torch.inference_mode():
-        arrays = (np.ascontiguousarray(array) for array in (embeddings, *inputs))
-        scores = forward(*map(torch.from_numpy, arrays))
-    return {str(number): tensor.numpy() for number, tensor in enumerate(scores)}
 
 
 def _inputs(bundle: Path, samples: int) -> tuple[Any, list[Any]]:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from export.publish.push import staged
     from serving.bundle.formats import WeightDtype
     from serving.bundle.plan import IdDtype
-    from serving.bundle.scores import DenseDtype
+    from serving.bundle.scores import DenseCompiler, DenseDtype
     from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 
 __all__ = [
     "DefaultRow",
+    "DenseCompiler",
     "DenseDtype",
     "ExportConfig",
     "ExportError",
@@ -46,6 +47,7 @@ __all__ = [
 # The module of each name. It is imported at its first use: torch takes seconds, and some commands do not need it.
 _HOMES = {
     "DefaultRow": "serving.bundle.tables",
+    "DenseCompiler": "serving.bundle.scores",
     "DenseDtype": "serving.bundle.scores",
     "ExportConfig": "export.config",
     "ExportError": "export.errors",

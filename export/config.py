@@ -9,7 +9,7 @@ from export.plan.sharding import Sharding, check_patterns, last_match
 from serving.arguments import check_argument, check_arguments
 from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import IdDtype
-from serving.bundle.scores import DenseDtype
+from serving.bundle.scores import DenseCompiler, DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
@@ -40,6 +40,8 @@ class ExportConfig:
             differ from those of the same plan in one process.
         scores: whether the dense part is served as well: the model's own answers, from ids and dense inputs.
         dense_dtype: how the weights of that part are kept.
+        compile: also compile the dense part to native code, which serves where processor and torch are those that it
+            was compiled for. None: it is not compiled.
         dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
         example: one call of the model that works, as torch.export takes it: its arguments as a tuple, or by name as a
             dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. Ids
@@ -67,6 +69,7 @@ class ExportConfig:
     sums_dtype: OutputDtype = OutputDtype.FP32
     scores: bool = False
     dense_dtype: DenseDtype = DenseDtype.FP32
+    compile: DenseCompiler | None = None
     dense_widths: Mapping[str, int] = field(default_factory=dict)
     example: Example | None = field(default=None, compare=False)
     user_side: Sequence[str] = ()
@@ -104,6 +107,8 @@ class ExportConfig:
             raise ConfigurationError("serving: score_threads: expected --scores beside it")
         if self.dense_dtype is not DenseDtype.FP32 and not self.scores:
             raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
+        if self.compile is not None and not self.scores:
+            raise ConfigurationError("compile (--compile): expected --scores beside it")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
         """The dtype set for `table`, or None."""

@@ -14,6 +14,7 @@ from export.errors import ModelError
 from export.ids.id_maps import BuiltMaps, build_maps
 from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
+from export.scores.aot_inductor import compiled_file
 from export.scores.collection_columns import collection_columns
 from export.scores.dense_part import CompiledDensePart, compile_dense_part
 from export.scores.labelled_requests import LabelledRequest, read_labelled
@@ -224,6 +225,7 @@ def prepare(
         raise ConfigurationError("example: expected no dense model, which replaces what the example would show")
     if dense is not None and not config.scores:
         raise ConfigurationError("dense: expected scores with it: ExportConfig(scores=True)")
+    native = None if config.compile is None else compiled_file()
     key = None if signing_key is None else read_signing_key(signing_key)
     labelled = [] if config.labelled is None else read_labelled(config.labelled)
     if config.scores or example is not None:  # the dense part is traced and run on the CPU
@@ -252,7 +254,7 @@ def prepare(
         known_ids = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
         scored = compile_dense_part(
-            trained, manifest, known_ids, widths, dtype, unloaded, dense, example, config.user_side
+            trained, manifest, known_ids, widths, dtype, unloaded, dense, example, config.user_side, native
         )
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:

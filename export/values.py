@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import IdDtype
-from serving.bundle.scores import DenseDtype
+from serving.bundle.scores import DenseCompiler, DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.terminal.options import integer
@@ -84,6 +84,7 @@ def _named(kind: type[E]) -> Callable[[str, str], E]:
 
 
 weight_dtype = _named(WeightDtype)
+dense_compiler = _named(DenseCompiler)
 dense_dtype = _named(DenseDtype)
 output_dtype = _named(OutputDtype)
 id_dtype = _named(IdDtype)

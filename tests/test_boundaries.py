@@ -39,6 +39,7 @@ FEW_IMPORT = {
         "serving.lookup.buffer_pool",
         "serving.lookup.ranks",
         "serving.lookup.parallel_lookup",
+        "serving.lookup.aot_inductor",
         "serving.lookup.gemm",
         "serving.lookup.dense_files",
         "serving.lookup.dense_program",

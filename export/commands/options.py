@@ -13,7 +13,16 @@ from typing import Annotated, Any
 import typer
 
 from export.commands.module import CHECKPOINT_PREFIX_HELP, TRAINED_MEMORY_HELP, named_example
-from export.values import bytes_per_s, dense_dtype, id_dtype, id_policy, output_dtype, size_bytes, weight_dtype
+from export.values import (
+    bytes_per_s,
+    dense_compiler,
+    dense_dtype,
+    id_dtype,
+    id_policy,
+    output_dtype,
+    size_bytes,
+    weight_dtype,
+)
 from serving.bundle.formats import WeightDtype
 from serving.bundle.plan import ShardingType
 from serving.bundle.scores import DenseDtype
@@ -150,6 +159,13 @@ OPTIONS = (
         parse=dense_dtype,
         help="With --scores: dtype of the weights of the layers after the collections: "
         f"{_names(DenseDtype)}; fp32 by default.",
+    ),
+    ExportOption(
+        name="compile",
+        typed=str,
+        parse=dense_compiler,
+        help="With --scores: also compile the layers after the collections to native code: aoti, by AOTInductor, for "
+        "x86-64-v3 and this release of torch. It needs a C++ compiler, and takes 20 s or more.",
     ),
     ExportOption(
         name="dense_widths",

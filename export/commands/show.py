@@ -266,7 +266,8 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         size = size_text(manifest.files[file.name].size_bytes)
         time = "" if file.relative_time is None else f", {file.relative_time:.2f} times its time"
         out.print(f"{file.name}: {size}, answers as {fastest.name}{time}", soft_wrap=True, markup=False)
-    for line in () if part.user_side is None else part.user_side.lines:
+    native = [f"{file.name}: for {file.instructions} and torch {file.torch}" for file in part.files if file.torch]
+    for line in (*native, *(() if part.user_side is None else part.user_side.lines)):
         out.print(line, soft_wrap=True, markup=False)
     rules = [f"exactly {length} ids of {key}" for key, length in part.fixed_lengths.items()]
     rules += [f"as many ids of {', '.join(keys)} as of {first}" for first, *keys in part.together]

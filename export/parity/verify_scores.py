@@ -25,6 +25,7 @@ from export.user_side.compile import SplitPart, difference_from_whole
 from serving.bundle.load import Bundle
 from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFormat, DensePart
 from serving.errors import ConfigurationError
+from serving.lookup.aot_inductor import misfit
 from serving.lookup.dense_files import load_user_side
 from serving.lookup.dense_program import DenseProgram
 from serving.requests.id_maps import known_of_keys
@@ -67,7 +68,9 @@ def verify_scores(
         for name, error, limit in _errors_beyond_rounding(part, merged, alone)
     ]
     for file in part.files_by_speed:
-        if file == program.loaded.file or (file.format is DenseFormat.TORCHSCRIPT and torchscript_error()):
+        if file == program.loaded.file or misfit(file):
+            continue
+        if file.format is DenseFormat.TORCHSCRIPT and torchscript_error():
             continue
         scores = _scores(DenseProgram(bundle, schema, file), inputs)
         failures += [

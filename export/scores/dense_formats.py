@@ -23,6 +23,7 @@ from export.batchability.probes import Run, run_probes
 from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, compiler_line, first_line
+from export.scores.aot_inductor import compile_to_native
 from export.scores.dense_subgraph import DenseSubgraph
 from export.scores.dense_weights import with_dtype
 from export.scores.eager_model import model_errors
@@ -35,6 +36,8 @@ from serving.torchscript import torchscript, torchscript_error
 
 # What torch.export notes of each node and no reader needs: paths and lines of the model's code among it.
 _PRIVATE_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
+# What an error of `--compile` begins with, after the class of the model.
+_NATIVE = "its forward cannot be compiled to native code, export it without --compile"
 # Rounds in which two formats take turns, after calls that compile TorchScript. A format comes before an earlier one
 # only if it takes less than this part of the time.
 _ROUNDS, _FIRST_CALLS, _CLEARLY_FASTER = 15, 4, 0.9
@@ -87,6 +90,7 @@ def compile_formats(
     subgraph: DenseSubgraph,
     dtype: DenseDtype,
     requests: Sequence[DenseInputs],
+    native: DenseFile | None = None,
     *,
     is_own: bool,
 ) -> DenseFormats:
@@ -98,36 +102,50 @@ def compile_formats(
         subgraph: names its inputs and outputs.
         dtype: of the weights that serve.
         requests: inputs on which the formats must agree. Those that the dense part refuses are skipped.
+        native: also compile it to native code, for this file. None: it is not.
         is_own: whether it is a module of the user's own, whose branches torch.export does not see.
 
     Raises:
-        ModelError: TorchScript cannot compile it; or there is no TorchScript, and torch.export cannot follow it.
+        ModelError: TorchScript cannot compile it; or there is no TorchScript, and torch.export cannot follow it; or
+            it cannot be compiled to native code that answers as it does.
     """
     files: list[CompiledFile] = []
     notes: list[str] = []
     scripted = None
-    reason = torchscript_error()
+    name, reason = type(model).__name__, torchscript_error()
     if reason is None:
         scripted = _compile_torchscript(model, with_dtype(module, dtype, DenseFormat.TORCHSCRIPT))
-        files.append(_file(SCORES, DenseFormat.TORCHSCRIPT, scripted.save_to_buffer()))
-    try:
-        if is_own and scripted is not None and (branch := find_branch(scripted)) is not None:
-            raise ValueError(branch)
-        typed = with_dtype(module, dtype, DenseFormat.EXPORTED_PROGRAM)
-        exported = _export(typed, requests[0], subgraph.jagged)
-        file = _file(EXPORTED_SCORES, DenseFormat.EXPORTED_PROGRAM, exported)
-        expected = partial(dense_part_scores, model, typed if scripted is None else scripted, subgraph)
+        files.append(_file(DenseFile(SCORES, DenseFormat.TORCHSCRIPT), scripted.save_to_buffer()))
+    typed = with_dtype(module, dtype, DenseFormat.EXPORTED_PROGRAM)
+    expected = partial(dense_part_scores, model, typed if scripted is None else scripted, subgraph)
+
+    def compare(file: CompiledFile) -> CompiledFile:
         run_float = partial(dense_part_scores, model, module, subgraph)
         compared = requests if dtype is not DenseDtype.INT8 else _finite(run_float, requests)
         expect_same_scores(expected, partial(dense_part_scores, model, file.forward, subgraph), compared, dtype)
-        files.append(file)
+        return file
+
+    try:
+        if is_own and scripted is not None and (branch := find_branch(scripted)) is not None:
+            raise ValueError(branch)
+        exported = _export(typed, requests[0], subgraph.jagged)
+        files.append(compare(_file(DenseFile(EXPORTED_SCORES, DenseFormat.EXPORTED_PROGRAM), exported)))
     except Exception as error:  # the model's code may raise anything, and so may torch
+        message = first_line(error)
         if scripted is None:
             raise ModelError(
-                f"{type(model).__name__}: its forward cannot be compiled: TorchScript: {reason}; torch.export: "
-                f"{first_line(error)}"
+                f"{name}: its forward cannot be compiled: TorchScript: {reason}; torch.export: {message}"
             ) from error
-        notes.append(f"scores need TorchScript, without {EXPORTED_SCORES}: {first_line(error)}")
+        if native is not None:
+            raise ModelError(f"{name}: {_NATIVE}: torch.export: {message}") from error
+        notes.append(f"scores need TorchScript, without {EXPORTED_SCORES}: {message}")
+    if native is not None:
+        try:
+            files.append(compare(_file(native, compile_to_native(exported, requests[0].tensors(subgraph.jagged)))))
+        except Exception as error:  # torch does not say of which types
+            cause = error.__cause__ if isinstance(error, ModelError) else None  # a ModelError has another advice
+            message = first_line(cause if isinstance(cause, Exception) else error)
+            raise ModelError(f"{name}: {_NATIVE}: {message}") from error
     calls = [request.tensors(subgraph.jagged) for request in (requests[0].select(torch.tensor([0])), requests[0])]
     return DenseFormats(tuple(_fastest_first(files, calls)), scripted, tuple(notes))
 
@@ -234,8 +252,8 @@ _SYMBOLIC: Mapping[Any, Any] = {
 }
 
 
-def _file(name: str, format_: DenseFormat, content: bytes) -> CompiledFile:
-    return CompiledFile(DenseFile(name, format_), content, load_dense_file(format_, content))
+def _file(file: DenseFile, content: bytes) -> CompiledFile:
+    return CompiledFile(file, content, load_dense_file(file.format, content))
 
 
 def _fastest_first(files: Sequence[CompiledFile], requests: Sequence[Sequence[Tensor]]) -> list[CompiledFile]:

@@ -51,7 +51,7 @@ from export.trained.trained_answers import record_answers
 from export.trained.wrapped_collections import is_sequence
 from export.user_side.compile import SplitPart, UserSidePrograms, compile_user_side, names_of_user_side
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DensePart, UserSide
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DenseFile, DensePart, UserSide
 from serving.requests.types import Ids, Tensors
 
 # Samples of requests on which the formats of a dense part are compared, beside all samples of a probe.
@@ -94,6 +94,7 @@ def compile_dense_part(
     user_module: nn.Module | None = None,
     example: Example | None = None,
     user_side: Sequence[str] = (),
+    native: DenseFile | None = None,
 ) -> CompiledDensePart:
     """Split the dense part off a trained model, compile it, and compare it with the model.
 
@@ -107,6 +108,7 @@ def compile_dense_part(
         user_module: a module of the user's own in place of the model's layers. It is not compared with the model.
         example: a call of the model. None: its arguments are one KJT and dense inputs [B, width].
         user_side: patterns of the keys and dense inputs that the items of a ranking request share.
+        native: also compile it to native code, for this file. None: it is not.
 
     Raises:
         ModelError: the model cannot be traced or compiled, or an answer has no tensors [B, …].
@@ -142,7 +144,7 @@ def compile_dense_part(
     requests = [*probes, *few, *(request for _, request in variations)]
     is_own = user_module is not None
     served = _without_writes(module, subgraph, inputs)
-    formats = compile_formats(model, served, subgraph, dtype, requests, is_own=is_own)
+    formats = compile_formats(model, served, subgraph, dtype, requests, native, is_own=is_own)
     serve = partial(dense_part_scores, model, formats.forward, subgraph)
     outputs = measure_outputs(model, run, serve, probes, dtype, subgraph.by_id)
     mixed_by = _mixed_by(module, subgraph, inputs, dtype, formats.scripted, is_own=is_own)

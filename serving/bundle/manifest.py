@@ -25,7 +25,7 @@ import msgspec
 
 from serving.bundle.id_maps import IDS
 from serving.bundle.plan import LINEAGE, HostBundle, IdDtype, Part, Plan
-from serving.bundle.scores import DensePart
+from serving.bundle.scores import DenseFormat, DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files import Strict
 
@@ -50,6 +50,7 @@ def aligned(offset: int, alignment: int = SHARD_ALIGNMENT) -> int:
 class Capability(StrEnum):
     """What a bundle may require of its reader. A reader refuses by name what it does not know."""
 
+    AOT_INDUCTOR = "aot_inductor"
     COMPACTED = "compacted"
     DENSE_FILES = "dense_files"
     DENSE_PART = "dense_part"
@@ -167,9 +168,11 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def requires(self) -> tuple[Capability, ...]:
         """What a reader must support to serve the bundle, in the order of `Capability`."""
         maps = [table.id_map for table in self.tables if table.id_map is not None]
+        dense_files = () if self.dense_part is None else self.dense_part.files
         needed = {
+            Capability.AOT_INDUCTOR: any(file.format is DenseFormat.AOTINDUCTOR for file in dense_files),
             Capability.COMPACTED: self.compacted is not None,
-            Capability.DENSE_FILES: self.dense_part is not None and bool(self.dense_part.files),
+            Capability.DENSE_FILES: bool(dense_files),
             Capability.DENSE_PART: self.dense_part is not None,
             Capability.HOSTS: bool(self.hosts) or self.part_of is not None,
             Capability.ID_MAPS: bool(maps),

@@ -8,6 +8,7 @@ from serving.bundle.scores import (
     SCORES_FILES,
     USER_PROGRAM,
     DenseDtype,
+    DenseFormat,
     DensePart,
     JaggedKind,
     wrong_names,
@@ -102,6 +103,14 @@ def _in_files(part: DensePart) -> Iterator[str]:
             yield f"dense_part: files: expected a name that begins with 'scores.', once, got {file.name!r}"
         if file.relative_time is not None and not file.relative_time > 0:
             yield f"dense_part: files: {file.name!r}: relative_time: expected a number > 0, got {file.relative_time}"
+        is_native = file.format is DenseFormat.AOTINDUCTOR
+        if {file.instructions is not None, file.torch is not None} != {is_native}:
+            yield (
+                f"dense_part: files: {file.name!r}: expected instructions and torch for AOTINDUCTOR alone, got "
+                f"{file.instructions!r} and {file.torch!r} for {file.format.value}"
+            )
+    if part.files and all(file.format is DenseFormat.AOTINDUCTOR for file in part.files):
+        yield "dense_part: files: expected another format beside AOTINDUCTOR, for other processors"
 
 
 def _in_user_side(manifest: Manifest, part: DensePart) -> Iterator[str]:

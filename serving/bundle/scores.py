@@ -32,15 +32,23 @@ class DenseDtype(enum.Enum):
     INT8 = "INT8"
 
 
+class DenseCompiler(enum.Enum):
+    """What compiles the dense part to native code. AOTI: AOTInductor, for x86-64-v3."""
+
+    AOTI = "AOTI"
+
+
 class DenseFormat(enum.Enum):
     """What a file with the dense part was written by.
 
     TORCHSCRIPT: `torch.jit.save`.
     EXPORTED_PROGRAM: `torch.export.save`.
+    AOTINDUCTOR: AOTInductor, as native code.
     """
 
     TORCHSCRIPT = "TORCHSCRIPT"
     EXPORTED_PROGRAM = "EXPORTED_PROGRAM"
+    AOTINDUCTOR = "AOTINDUCTOR"
 
 
 class DenseFile(Strict, frozen=True, omit_defaults=True):
@@ -50,11 +58,15 @@ class DenseFile(Strict, frozen=True, omit_defaults=True):
         name: of the file.
         relative_time: the time of a call, divided by that of the first file's. The export measured it. None: there is
             nothing to compare with.
+        instructions: of AOTINDUCTOR, the instruction set of the processors that the code runs on, such as x86-64-v3.
+        torch: of AOTINDUCTOR, the release of torch that the code runs with, as `torch.__version__`.
     """
 
     name: str
     format: DenseFormat
     relative_time: float | None = None
+    instructions: str | None = None
+    torch: str | None = None
 
 
 class InputDtype(enum.Enum):

@@ -10,6 +10,7 @@ from torch import Tensor
 from serving.bundle.load import Bundle, read_checked
 from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFile, DenseFormat
 from serving.errors import BundleError
+from serving.lookup.aot_inductor import load_aot_inductor, misfit
 from serving.lookup.exported_program import load_exported_program
 from serving.lookup.gemm import prefer_onednn
 from serving.torchscript import one_line, torchscript
@@ -41,18 +42,22 @@ def load_dense_part(bundle: Bundle, files: Sequence[DenseFile]) -> LoadedDensePa
     """
     failures: list[str] = []
     for file in files:
-        content = read_checked(bundle.path / file.name, bundle.manifest.files[file.name])
+        path = bundle.path / file.name
+        if (reason := misfit(file)) is not None:
+            failures.append(f"{path}: {reason}")
+            continue
+        content = read_checked(path, bundle.manifest.files[file.name])
         try:
             forward = load_dense_file(file.format, content)
         except Exception as error:  # torch does not say of which types
-            failures.append(f"{bundle.path / file.name}: torch {torch.__version__} cannot load it: {one_line(error)}")
+            failures.append(f"{path}: torch {torch.__version__} cannot load it: {one_line(error)}")
             continue
         return LoadedDensePart(file, forward, tuple(failures))
     raise BundleError(f"{'; '.join(failures)}: export it again")
 
 
 def load_dense_file(format_: DenseFormat, content: bytes) -> Forward:
-    """Load the content of a file with a dense part.
+    """Load the content of a file with a dense part. Native code must fit this process (`misfit`).
 
     Raises:
         Exception: torch cannot load it.
@@ -85,4 +90,5 @@ def _load_torchscript(content: bytes, *, takes_weights: bool = False) -> Forward
 _LOADERS: dict[DenseFormat, Callable[[bytes], Forward]] = {
     DenseFormat.TORCHSCRIPT: _load_torchscript,
     DenseFormat.EXPORTED_PROGRAM: load_exported_program,
+    DenseFormat.AOTINDUCTOR: load_aot_inductor,
 }

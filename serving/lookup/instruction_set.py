@@ -55,7 +55,7 @@ def slow_kernels(chosen: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | No
     """
     if chosen != "anyarch":
         return None
-    vector = next((flag for flag in _VECTOR_FLAGS if flag in _flags(cpuinfo)), None)
+    vector = next((flag for flag in _VECTOR_FLAGS if flag in processor_flags(cpuinfo)), None)
     if vector is None:
         return None
     return (
@@ -75,8 +75,8 @@ def warn_of_slow_kernels() -> None:
         warnings.warn(advice, SlowKernelWarning, stacklevel=2)
 
 
-def _flags(cpuinfo: Path) -> set[str]:
-    """The processor's flags: `flags` on x86, `Features` on ARM."""
+def processor_flags(cpuinfo: Path) -> set[str]:
+    """The flags in Linux's description of the processor: `flags` on x86, `Features` on ARM."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -47,9 +47,11 @@ def required(manifest: Any) -> list[str]:
     """What `requires` has to name, in order: the table of section 2."""
     tables, features = manifest["tables"], manifest["features"]
     maps = [table["id_map"] for table in tables if "id_map" in table]
+    dense_files = (manifest.get("dense_part") or {}).get("files") or []
     has = {
+        "aot_inductor": any(file["format"] == "AOTINDUCTOR" for file in dense_files),
         "compacted": manifest.get("compacted") is not None,
-        "dense_files": bool((manifest.get("dense_part") or {}).get("files")),
+        "dense_files": bool(dense_files),
         "dense_part": manifest.get("dense_part") is not None,
         "hosts": bool(manifest.get("hosts")) or manifest.get("part_of") is not None,
         "id_maps": bool(maps),
@@ -160,7 +162,8 @@ class Reader:
         inputs = [given[each["name"]] for each in part["inputs"] if "key" not in each]
         import torch  # `make quick` reads tables without it
 
-        file, *_ = part.get("files") or [{"name": "scores.pt", "format": "TORCHSCRIPT"}]
+        files = part.get("files") or [{"name": "scores.pt", "format": "TORCHSCRIPT"}]
+        file = next(file for file in files if file["format"] != "AOTINDUCTOR")
         content = io.BytesIO(self.files[file["name"]])
         if file["format"] == "TORCHSCRIPT":
             forward = torch.jit.load(content).forward  # type: ignore[no-untyped-call]
