@@ -154,6 +154,7 @@ class LookupMetrics:
         scales: the largest |score| that the export saw, by output.
         kernels: the instruction set of FBGEMM's kernels (`serving.lookup.instruction_set`).
         has_slow_kernels: whether the processor has faster instructions than these.
+        programs: what makes lookups and scores: labels of `tbe_programs`.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class LookupMetrics:
         *,
         kernels: str,
         has_slow_kernels: bool,
+        programs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._all: list[Total] = []
 
@@ -223,16 +225,23 @@ class LookupMetrics:
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
         self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
-        self._set_gauges(family_of, labels, exported_at, scales)
+        self._set_gauges(family_of, labels, exported_at, scales, programs)
         slow = family_of("tbe_slow_kernels", "1 if FBGEMM does not use the processor's vector instructions", "GAUGE")
         slow.Metric({**labels, "instruction_set": kernels}).set(has_slow_kernels)
 
     def _set_gauges(
-        self, families: Families, labels: Mapping[str, str], exported_at: float, scales: Mapping[str, float]
+        self,
+        families: Families,
+        labels: Mapping[str, str],
+        exported_at: float,
+        scales: Mapping[str, float],
+        programs: Mapping[str, str],
     ) -> None:
         """Set gauges, which are not incremented: instances share them, and they outlive a killed process."""
         name = "tbe_bundle_exported_timestamp_seconds"
         families(name, "When the bundle was exported, Unix time", "GAUGE").Metric(labels).set(exported_at)
+        description = "1. Its labels are the formats of the programs that make lookups and scores"
+        families("tbe_programs", description, "GAUGE").Metric({**labels, **programs}).set(1)
         if scales:
             largest = families("tbe_score_scale", "The largest |score| of an output that the export saw", "GAUGE")
             for output, scale in scales.items():

@@ -27,7 +27,7 @@ from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_w
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
 from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
-from serving.bundle.manifest import PROGRAM, Manifest
+from serving.bundle.manifest import PROGRAM
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine, Outcome
 from serving.errors import (
@@ -146,7 +146,7 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
-    metrics = _lookup_metrics(families, labels, manifest, warns("slow_kernels"))
+    metrics = _lookup_metrics(families, labels, engine, warns("slow_kernels"))
     pages = PageMetrics(families, labels, engine.table_files, warns("pages"))
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
@@ -172,13 +172,14 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
 
 
 def _lookup_metrics(
-    families: Families, labels: Mapping[str, str], manifest: Manifest, warn: Callable[[str], None]
+    families: Families, labels: Mapping[str, str], engine: Engine, warn: Callable[[str], None]
 ) -> LookupMetrics:
     """The metrics of an instance. `warn` gets a line if FBGEMM does not use the processor's vector instructions."""
     kernels = instruction_set()
     advice = slow_kernels(kernels)
     if advice is not None:
         warn(advice)
+    manifest, dense_part = engine.bundle.manifest, engine.dense_part
     outputs = () if manifest.dense_part is None else manifest.dense_part.outputs
     return LookupMetrics(
         families,
@@ -188,6 +189,10 @@ def _lookup_metrics(
         {output.name: output.parity.scale for output in outputs},
         kernels=kernels,
         has_slow_kernels=advice is not None,
+        programs={
+            "lookup": engine.lookup_program.form.value,
+            "scores": "" if dense_part is None else dense_part.file.format.value.lower(),
+        },
     )
 
 

@@ -313,6 +313,15 @@ def test_the_kernels_of_a_served_model_are_fast(pages: str) -> None:
         assert re.search(r'instruction_set="(?!unknown)\w+"', line)
 
 
+def test_the_formats_of_programs_are_labels(pages: str) -> None:
+    programs = [line for line in pages.splitlines() if line.startswith("tbe_programs{")]
+    assert len(programs) >= 2
+    for line in programs:
+        assert re.search(r'lookup="(torchscript|plain)"', line)
+        assert re.search(r'scores="(torchscript|exported_program|)"', line)
+        assert line.endswith(" 1")
+
+
 def test_what_is_said_of_a_served_version_is_said_now() -> None:
     """Not of an hour: a version that was served in it would be shown as if it still were."""
     for panel in DASHBOARD["panels"]:
