@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    batch,
     beyond_memory,
     columns,
     curves,
@@ -56,6 +57,7 @@ QUICK: tuple[Part, ...] = (
 ALL: tuple[Part, ...] = (
     *QUICK[:2],
     ("from columns to a request", lambda _, __: columns.run()),
+    ("a file of rows", batch.run),
     ("one request on several threads", lambda workload, _: threads.run(workload)),
     ("ranks on other hosts", routed.run),
     ("whole models", scores.run),

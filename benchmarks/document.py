@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks import (
+    batch,
     beyond_memory,
     columns,
     fresh,
@@ -104,6 +105,7 @@ def render(run: dict[str, Any], file: str) -> str:
         stages=stages.SHOWN,
         stage_models=stages.MODELS,
         columns=columns,
+        batch=batch,
         threads=threads,
         fresh=fresh,
         instances=instances,

@@ -1,0 +1,88 @@
+"""A Parquet file of DLRM_DCN's rows scored by `tbe-serve score-files`, against the engine in a loop and the model."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+from torchrec import KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM_DCN
+
+from benchmarks.measure import Result, interleave, p50, ratio_of
+from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
+from benchmarks.workload import Arrays, Workload, module
+from export import ExportConfig, export_model
+from serving.batch.columns import BatchColumns
+from serving.batch.inputs import find_inputs, parts_of
+from serving.batch.part_scores import Job, score_part
+from serving.batch.sources import BundleSource
+from serving.engine import Engine
+
+ROWS, BATCH = 16_384, 4096
+# Rows of each batch of the loop, with which an engine is fastest.
+LOOP_BATCH = 512
+ROUNDS = 7
+# Aims, which the page names: against the engine in a loop, and against the model.
+OVER_ENGINE, OVER_EAGER = 0.8, 3.0
+
+
+def run(workload: Workload, folder: Path) -> Iterator[Result]:
+    """Rows a second on one core, once the bundle is loaded; and how many times what the others score."""
+    torch.set_num_threads(1)
+    model = dlrm_dcn(module()).eval()
+    bundle = export_model(model, folder / "repository", "dcn", ExportConfig(scores=True))
+    keys = [feature.key for feature in Engine.open(bundle).bundle.manifest.features]
+    batches = [workload.request(BATCH, seed) for seed in range(ROWS // BATCH)]
+    dense = np.random.default_rng(0).random((len(batches), BATCH, WIDTH), np.float32)
+    tables = [_table(keys, request, numbers) for request, numbers in zip(batches, dense, strict=True)]
+    day = folder / "day.parquet"
+    parquet.write_table(pa.concat_tables(tables), day)
+    slices = [table.slice(first, LOOP_BATCH) for table in tables for first in range(0, BATCH, LOOP_BATCH)]
+    with Engine.open(bundle) as engine, tempfile.TemporaryDirectory(dir=folder) as scores:
+        candidates: Mapping[str, Callable[[], Any]] = {
+            "files": lambda: _score_file(engine, bundle, day, Path(scores)),
+            "engine": lambda: [engine.score(batch) for batch in slices],
+            "eager": lambda: _eager(model, keys, batches, dense),
+        }
+        expected = np.concatenate([answer["scores"] for answer in candidates["engine"]()]).ravel()
+        candidates["files"]()
+        written = parquet.read_table(scores)["scores"].to_numpy()
+        np.testing.assert_allclose(written, expected, atol=1e-5)
+        np.testing.assert_allclose(candidates["eager"](), expected, atol=5e-2)  # its tables are not quantized
+        times = interleave(candidates, ROUNDS, warm_up=0)
+    yield Result("batch_rows_per_s", ROWS / p50(times["files"]), unit="/s")
+    yield ratio_of("batch_over_engine", times["engine"] / times["files"])
+    yield ratio_of("batch_over_eager", times["eager"] / times["files"])
+
+
+def _table(keys: list[str], request: Arrays, dense: Any) -> Any:
+    lengths = request.lengths.reshape(len(keys), BATCH)
+    values = np.split(request.values, np.cumsum(lengths.sum(axis=1))[:-1])
+    columns: dict[str, Any] = {
+        key: pa.ListArray.from_arrays(np.cumsum([0, *bags], dtype=np.int32), ids)
+        for key, bags, ids in zip(keys, lengths, values, strict=True)
+    }
+    return pa.table(columns | {DENSE: pa.FixedSizeListArray.from_arrays(dense.ravel(), WIDTH)})
+
+
+def _score_file(engine: Engine, bundle: Path, day: Path, scores: Path) -> None:
+    """What the command does with a file once the bundle is loaded."""
+    source = BundleSource(bundle)
+    columns = BatchColumns(source.inputs(), {}, ())
+    job = Job(source, columns, "refuse", False, {}, scores, scores)
+    for part in parts_of(find_inputs([str(day)])):
+        score_part(engine, job, part, lambda _: None)
+
+
+def _eager(model: DLRM_DCN, keys: list[str], batches: list[Arrays], dense: Any) -> Any:
+    """The model's own forward, as one would write the loop."""
+    scores = []
+    with torch.inference_mode():
+        for request, numbers in zip(batches, dense, strict=True):
+            kjt = KeyedJaggedTensor(keys, torch.from_numpy(request.values), lengths=torch.from_numpy(request.lengths))
+            scores.append(model(torch.from_numpy(numbers), kjt).numpy())
+    return np.concatenate(scores).ravel()
