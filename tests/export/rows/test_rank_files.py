@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_blocks_do_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         for name in ("mean", "cosine"):
             assert getattr(one.quantized, name) == pytest.approx(getattr(other.quantized, name))
         assert msgspec.structs.replace(one, quantized=other.quantized) == other
+
+
+def test_sums_do_not_depend_on_which_thread_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL's sums of squares differ by its number of threads, which each thread has for itself."""
+    numbers = torch.randn(24_000, generator=torch.Generator().manual_seed(0))
+    store, sums = rank_files._store_block, set()
+
+    def store_block(*arguments: Any) -> Any:
+        sums.add(float(torch.dot(numbers, numbers)))
+        return store(*arguments)
+
+    monkeypatch.setattr(rank_files, "_store_block", store_block)
+    export_model(collection(), tmp_path / "r", "m")
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        assert sums == {pool.submit(lambda: float(torch.dot(numbers, numbers))).result()}
 
 
 def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
