@@ -80,15 +80,17 @@ def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DenseP
     """The keys and dense inputs that match a pattern, in the order of the manifest.
 
     Raises:
-        ConfigurationError: a pattern matches none; or of two keys with equally many ids in each sample, one is of the
-            user and the other is not.
+        ConfigurationError: a pattern matches none, or inputs with a row for each id alone; or of two keys with
+            equally many ids in each sample, one is of the user and the other is not.
     """
     names = [*manifest.keys, *(tensor.name for tensor in part.by_sample)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
+            by_id = next((tensor for tensor in part.inputs if tensor.key and fnmatchcase(tensor.name, pattern)), None)
+            hint = f": {by_id.name!r} has a row for each id of {by_id.key!r}, and follows that key" if by_id else ""
             raise ConfigurationError(
                 f"user_side {pattern!r}: expected the name of a feature or dense input, or a glob over names, "
-                f"matches none of {', '.join(names)}"
+                f"matches none of {', '.join(names)}{hint}"
             )
     chosen = tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
     for group in part.together:

@@ -3,15 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from export import ExportConfig, export_model
 from export.commands import show
 from export.user_side.builder import Builder
+from export.user_side.compile import names_of_user_side
 from export.user_side.values import Part
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DenseInput, InputDtype
 from serving.errors import ConfigurationError
 from tests.support.ranker import mixing, ranker
 from tests.support.scored_models import EXACT
@@ -44,6 +46,19 @@ def test_patterns_that_match_nothing_are_refused(tmp_path: Path, pattern: str) -
     )
     with pytest.raises(ConfigurationError, match=expected.replace("?", r"\?")):
         export_model(ranker(), tmp_path, "m", replace(EXACT, user_side=["user", pattern]))
+
+
+def test_an_input_with_a_row_for_each_id_follows_its_key(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, EXACT)
+    assert manifest.dense_part is not None
+    times = DenseInput("times", (), InputDtype.INT64, key="x")
+    part = msgspec.structs.replace(manifest.dense_part, inputs=(*manifest.dense_part.inputs, times))
+    with pytest.raises(
+        ConfigurationError,
+        match=r"user_side 'tim\*': .* matches none of x, y, z, .*: 'times' has a row for each id of 'x', and follows that key",
+    ):
+        names_of_user_side(["x", "tim*"], manifest, part)
+    assert names_of_user_side(["[xt]*"], manifest, part) == ("x",)
 
 
 def test_a_user_side_needs_scores() -> None:
