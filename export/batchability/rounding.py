@@ -48,10 +48,14 @@ class Rounding:
         numbers = self._numbers[name]
         limit = rounding_limit(numbers, self._dtype)
         difference = largest_difference(other, numbers)
-        if difference <= limit:
-            return True
-        if self._is_usual or name not in self._nudged or not np.isfinite(difference):
+        return difference <= limit or (not self._is_usual and self.moves_as_far(name, other))
+
+    def moves_as_far(self, name: str, other: Numbers) -> bool:
+        """Whether an output moves as far if its inputs move by a rounding, as a difference of like numbers does."""
+        numbers = self._numbers[name]
+        if name not in self._nudged or not np.isfinite(largest_difference(other, numbers)):
             return False
+        limit = rounding_limit(numbers, self._dtype)
         return bool((differences(other, numbers) <= limit + _STEPS * self._nudged[name]).all())
 
     @cached_property

@@ -76,11 +76,18 @@ def expect_model_scores(
     for name, tensor in eager.items():
         numbers = tensor.numpy()
         if not rounding.explains(name, numbers):
+            cause = (
+                "rounding of its inputs alone moves it as far, so the numbers are mostly rounding, as a sum has that "
+                "is 0 in exact arithmetic: return another output in its place"
+                if rounding.moves_as_far(name, numbers)
+                else "something that a graph of its forward does not have changes it, such as a hook, autocast, "
+                "random numbers, += on a part of a tensor, or the fast path of nn.TransformerEncoder at padding "
+                "(enable_nested_tensor=False)"
+            )
             raise ParityError(
                 f"{type(model).__name__}: output {name!r}: what follows the collections answers otherwise than the "
-                f"model, by {largest_difference(scores[name], numbers):.3g}: something that a graph of its forward "
-                "does not have changes it, such as a hook, autocast, random numbers, += on a part of a tensor, or "
-                f"the fast path of nn.TransformerEncoder at padding (enable_nested_tensor=False): {WAY_OUT}"
+                f"model, by {largest_difference(scores[name], numbers):.3g}, where the largest |number| is "
+                f"{scale_of(numbers):.3g}: {cause}: {WAY_OUT}"
             )
 
 
