@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import typer
@@ -27,6 +27,13 @@ SharedOption = Annotated[
     typer.Option(
         help="A feature with one bag, or a dense input with one row, that all samples of a line share, such as the "
         "user's features in ranking. May be repeated."
+    ),
+]
+
+NullsOption = Annotated[
+    Literal["refuse", "empty"],
+    typer.Option(
+        help="`empty` reads a null bag as an empty one, and leaves null ids out, together with their weights."
     ),
 ]
 
@@ -69,15 +76,25 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
         expected: the form of the object, for the message.
 
     Raises:
-        InvalidRequest: the line is not a JSON object.
+        InvalidRequest: the line is not a JSON object, or an object in it has a key twice.
     """
     try:
-        request: Any = json.loads(line.decode())
+        request: Any = json.loads(line.decode(), object_pairs_hook=_with_each_key_once)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
         raise InvalidRequest(f"expected {expected}, got {line.decode().strip()[:40]!r}")
     return request
+
+
+def _with_each_key_once(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Python would take the last of several values of a key."""
+    values = dict(items)
+    if len(values) < len(items):
+        keys = [key for key, _ in items]
+        key = next(key for key in keys if keys.count(key) > 1)
+        raise InvalidRequest(f"expected each key of a JSON object once, got {key!r} {keys.count(key)} times")
+    return values
 
 
 def print_arrays(arrays: Mapping[str, Array | JaggedRows]) -> None:
@@ -114,6 +131,7 @@ def lookup(
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
     shared: SharedOption = None,
+    nulls: NullsOption = "refuse",
 ) -> None:
     """Look up embeddings. Input lines: {"feature": [[id, ...], ...], ...}, one bag of ids for each sample.
 
@@ -127,7 +145,8 @@ def lookup(
         client.info()
 
         def answer(line: bytes) -> Answer:
-            return client.lookup(object_of(line, '{"feature": [[id, ...], ...], ...}'), shared=shared or ())
+            request = object_of(line, '{"feature": [[id, ...], ...], ...}')
+            return client.lookup(request, shared=shared or (), nulls=nulls)
 
         refused = answer_lines(file, answer, _table if as_table else None)
     raise typer.Exit(refused)
@@ -165,6 +184,7 @@ def score(
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
     shared: SharedOption = None,
+    nulls: NullsOption = "refuse",
 ) -> None:
     """Score samples. Input lines: {"features": {...}, "dense": {"input": [[number, ...], ...]}}.
 
@@ -180,7 +200,7 @@ def score(
             raise ConfigurationError(f"MODEL {model!r}: expected a model with scores: export it with --scores")
 
         def answer(line: bytes) -> Scores:
-            return client.score(**_request(line), shared=shared or ())
+            return client.score(**_request(line), shared=shared or (), nulls=nulls)
 
         refused = answer_lines(file, answer, _scores_table if as_table else None)
     raise typer.Exit(refused)

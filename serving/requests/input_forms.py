@@ -129,7 +129,8 @@ def convert_rows(rows: Any, ndim: int, nulls: Nulls) -> JaggedInput:
 def _without_nulls(jagged: JaggedInput, nulls: Nulls, effect: str) -> JaggedInput:
     if jagged.null_sample is not None and nulls == "refuse":
         raise ValueError(
-            f'expected no nulls, got one in sample {jagged.null_sample}: fill it, or pass nulls="empty", {effect}'
+            f'expected no nulls, got one in sample {jagged.null_sample}: fill it, or pass nulls="empty" '
+            f"(--nulls empty), {effect}"
         )
     return jagged
 

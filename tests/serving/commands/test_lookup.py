@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from serving.__main__ import app
+from serving.commands.lookup import object_of
 from serving.engine import Engine
+from serving.errors import InvalidRequest
 from serving.server import Server
 from tests.support.fake_server import FakeServer, serving
 from tests.support.servers import tbe_serve
@@ -88,6 +90,35 @@ def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
     assert (done.exit_code, len(done.stdout.splitlines())) == (1, 2)
     (said,) = done.stderr.splitlines()
     assert said.startswith("tbe-serve: line 2: ")
+
+
+def test_a_key_that_a_line_has_twice_is_refused() -> None:
+    """Python's own parser takes the last of them."""
+    lines = ['{"x": [[1]], "x": [[2]]}', '{"x": {"values": [1], "lengths": [1], "values": [2]}}', '{"x": [[1]]}']
+    fake = FakeServer()
+    with serving(fake) as address:
+        done = CliRunner().invoke(app, ["lookup", "m", "--url", address, "--timeout-s", "20"], input="\n".join(lines))
+    assert done.stderr.splitlines() == [
+        f"tbe-serve: line {number}: expected each key of a JSON object once, got {key!r} 2 times"
+        for number, key in ((1, "x"), (2, "values"))
+    ]
+    assert (done.exit_code, len(fake.calls)) == (1, 1)
+    with pytest.raises(InvalidRequest, match="expected each key of a JSON object once, got 'features' 2 times"):
+        object_of(b'{"features": {}, "features": {"x": [[1]]}}', "a line of `score`")
+
+
+def test_nulls_are_empty_if_the_option_says_so() -> None:
+    line = '{"x": [[1, null], null]}'
+    fake = FakeServer()
+    with serving(fake) as address:
+        command = ["lookup", "m", "--url", address, "--timeout-s", "20"]
+        refused = CliRunner().invoke(app, command, input=line)
+        answered = CliRunner().invoke(app, [*command, "--nulls", "empty"], input=line)
+    assert "expected no nulls, got one in sample 0: fill it, or pass" in refused.stderr
+    assert "(--nulls empty)" in refused.stderr
+    assert (refused.exit_code, answered.exit_code) == (1, 0)
+    (request, _, _) = fake.calls[0]
+    assert np.frombuffer(request.raw_input_contents[1], np.int32).tolist() == [1, 0]
 
 
 def test_a_blank_line_is_passed_over_and_counted() -> None:
