@@ -98,7 +98,7 @@ bench: $(STAMP) ## Measure, beside limits and other servers, in one run; writes 
 	@requirements/bench.sh
 	@$(BIN)/python -m benchmarks
 
-bench-quick: $(STAMP) ## The same in four minutes: fewer workloads, nothing written
+bench-quick: $(STAMP) ## The same in five minutes: fewer workloads, nothing written
 	@requirements/bench.sh
 	@$(BIN)/python -m benchmarks --quick
 

@@ -17,9 +17,10 @@ from benchmarks import (
     columns,
     fresh,
     instances,
-    once,
     pages,
     peers_scores,
+    rankings,
+    rankings_workload,
     scores_sequences,
     sequences,
     stages,
@@ -44,6 +45,8 @@ WORKLOADS = {
     "wide": "100 one-hot features of dim 16",
     "movielens": "MovieLens",
 }
+# The models of rankings: as they are called there, and the aims in process and beside other servers.
+RANKINGS = {"din": ("DIN", 2.5, 2), "towers": ("two towers", 3, 2), "dcn": ("DLRM_DCN", 1.5, 1.4)}
 # Of the picture of routers: results, how they are called there, and their colour.
 HOSTS_LINES = {
     "routed": ("through a router", "#D55E00"),
@@ -99,7 +102,17 @@ def render(run: dict[str, Any], file: str) -> str:
             for line in _ahead(run["results"], name, LOADS, PEERS)
         ],
         dense_width=WIDTH,
-        once=once,
+        rankings=rankings,
+        rankings_workload=rankings_workload,
+        rank_kinds={
+            kind: about for kind, about in RANKINGS.items() if f"rank_{kind}_ours_once_p50_s" in run["results"]
+        },
+        rank_candidates={
+            "ours_once": "**ours**, shared",
+            "ours_repeated": "ours, repeated",
+            f"{rankings.PEER}_once": "grpc.aio, looked up once and expanded",
+            f"{rankings.PEER}_repeated": "grpc.aio, repeated",
+        },
         sequences=sequences,
         scores_sequences=scores_sequences,
         stages=stages.SHOWN,

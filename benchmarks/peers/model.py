@@ -30,9 +30,18 @@ class Model:
             dense = json.loads((folder / "dense.json").read_text())
             self.inputs["dense"] = (np.float32, dense["inputs"])
             self.output, self.width = "scores", dense["outputs"]
-            self.whole = torch.jit.script(_Whole(self.tables, torch.jit.load(folder / "dense.pt")))
+            program = torch.jit.load(folder / "dense.pt")
+            first = 0
+            if "user" in dense:
+                first = dense["user_rows"]
+                whole = _UserOnce(self.tables, program, dense["user"], first)
+                self.inputs["ids"] = (np.int64, self.tables.ids - sum(whole.ids[number] for number in dense["user"]))
+                self.whole = torch.jit.script(whole)
+            else:
+                self.whole = torch.jit.script(_Whole(self.tables, program))
             for samples in _FIRST_CALLS:
-                self(**{name: np.zeros((samples, width), dtype) for name, (dtype, width) in self.inputs.items()})
+                shapes = {name: ((first + samples, width), dtype) for name, (dtype, width) in self.inputs.items()}
+                self(**{name: np.zeros(shape, dtype) for name, (shape, dtype) in shapes.items()})
 
     @classmethod
     def from_environment(cls) -> "Model":
@@ -83,3 +92,37 @@ class _Whole(torch.nn.Module):
             )
             parts.append(rows.view(ids.size(0), -1))
         return self.dense(torch.cat(parts, 1), dense)
+
+
+class _UserOnce(_Whole):
+    """The same for many items of one user: the user's features are looked up once, and expanded.
+
+    Args:
+        user: the numbers of these features.
+        user_rows: the first rows of `ids`, and of `dense`, which hold the user's ids.
+    """
+
+    def __init__(self, tables: Tables, dense: torch.nn.Module, user: list[int], user_rows: int) -> None:
+        super().__init__(tables, dense)
+        self.is_of_user = [number in user for number in range(len(self.ids))]
+        self.user_rows = user_rows
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        user, items = ids[: self.user_rows].reshape(1, -1), ids[self.user_rows :]
+        parts: list[torch.Tensor] = []
+        start, user_start = 0, 0
+        for weight, width, size, is_of_user in zip(self.weights, self.ids, self.bags, self.is_of_user):  # noqa: B905
+            if is_of_user:
+                bag = user[:, user_start : user_start + width]
+                user_start += width
+            else:
+                bag = items[:, start : start + width]
+                start += width
+            bag = bag.contiguous().view(-1)
+            offsets = torch.arange(0, bag.numel() + 1, size)
+            rows = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+                weight, bag, offsets, include_last_offset=True
+            )
+            rows = rows.view(1, -1).expand(items.size(0), -1) if is_of_user else rows.view(items.size(0), -1)
+            parts.append(rows)
+        return self.dense(torch.cat(parts, 1), dense[self.user_rows :])

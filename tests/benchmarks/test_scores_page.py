@@ -22,7 +22,7 @@ def run_with(found: list[Result]) -> dict[str, Any]:
     """The last run, its results of scores and sequences replaced by these."""
     run: dict[str, Any] = json.loads(LATEST.read_text())
     for kind in ("results", "ratios", "absent", "spreads"):
-        own = ("scores_", "sequences_", "repeated_over_once_scores_sequences_")
+        own = ("scores_", "sequences_", "repeated_over_once_", "rank_", "user_side_", "best_peer_over_ours_rank_")
         run[kind] = {name: value for name, value in run[kind].items() if not name.startswith(own)}
     run["results"] |= {each.name: each.value for each in found if not each.is_ratio and not each.note}
     run["ratios"] |= {each.name: each.value for each in found if each.is_ratio}
@@ -76,7 +76,13 @@ def test_the_page_says_who_is_ahead_with_scores() -> None:
 
 @pytest.mark.parametrize(
     "heading",
-    ["## Scores of whole models", "### Scores beside other servers", "### Scores of sequences", "## Sequences"],
+    [
+        "## Scores of whole models",
+        "### Scores beside other servers",
+        "### Scores of sequences",
+        "## Rankings",
+        "## Sequences",
+    ],
 )
 def test_a_run_without_them_says_so(heading: str) -> None:
     assert "Not in this run." in section(run_with([]), heading)
@@ -142,3 +148,36 @@ def test_the_page_has_what_scores_of_sequences_take() -> None:
     assert "| `best_peer_over_ours_scores_sequences_p50_b128` | 2.50 (2.00 to 3.00) |" in said
     for above, each in pairwise(said.splitlines()):
         assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+
+
+def rankings_of(kinds: list[str], *, with_peer: bool) -> list[Result]:
+    """The results of a run in which these kinds of models were measured."""
+    found = []
+    for what in (*(f"scores_{kind}_inprocess" for kind in kinds), "lookup_inprocess", "lookup"):
+        found += [Result(f"user_side_{what}_{way}_p50_n500_s", 4e-3) for way in ("once", "repeated")]
+        found.append(ratio(f"repeated_over_once_{what}_p50_n500", 2.75))
+    found.append(ratio("repeated_over_once_ids_n500", 33.1))
+    for kind in kinds:
+        for who in ("ours", "grpc_aio") if with_peer else ("ours",):
+            for way in ("once", "repeated"):
+                name = f"rank_{kind}_{who}_{way}"
+                found += [Result(f"{name}_p50_s", 5e-3), Result(f"{name}_c8_rps", 150, unit="/s")]
+                found += [Result(f"{name}_cpu_s", 4.5), Result(f"{name}_sent", 96_000, unit="B")]
+        if with_peer:
+            found += [ratio(f"best_peer_over_ours_rank_{kind}_{load}", 2.25) for load in ("p50", "c8")]
+        else:
+            found.append(Result(f"rank_{kind}_grpc_aio_absent", 1, unit="", note="not\ninstalled"))
+    return found
+
+
+@pytest.mark.parametrize("with_peer", [True, False])
+def test_the_page_has_what_rankings_take(with_peer: bool) -> None:
+    kinds = ["din", "towers", "dcn"]
+    said = section(run_with(rankings_of(kinds, with_peer=with_peer)), "## Rankings")
+    assert said.count(" | 4.00 ms | 4.00 ms | ") == 5
+    assert "| `scores_din`: 2.75 | ≥ 2.5 |" in said
+    assert said.count(" | 5.00 ms | 150 | 96.0 kB | 4.50 s |\n") == (12 if with_peer else 6)
+    assert said.count("is 2.25 in p50") == (3 if with_peer else 0)
+    assert said.count("the other server is absent: not installed") == (0 if with_peer else 3)
+    for above, below in pairwise(said.splitlines()):
+        assert not below.startswith("|") or above == "" or above.count("|") == below.count("|"), (above, below)
