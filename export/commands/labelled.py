@@ -97,10 +97,10 @@ def _labelled_options(
     ] = None,
 ) -> LabelledOptions | None:
     if labelled is None:
-        beside: dict[str, Any] = {
+        needs_labelled: dict[str, Any] = {
             "label": label, "output": output, "max_auc_loss": max_auc_loss, "example": example, "config": config
         }  # fmt: skip
-        for option, value in beside.items():
+        for option, value in needs_labelled.items():
             if value is not None:
                 raise ConfigurationError(f"{option}: expected --labelled with it")
         return None

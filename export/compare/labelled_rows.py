@@ -137,6 +137,8 @@ def _read_parquet(path: Path, columns: LabelledColumns, label: str) -> Iterator[
                 raise ConfigurationError(f"labelled: {path}: rows from {start} cannot be read: {error}") from error
             if batch is None:
                 return
+            if not batch.num_rows:
+                continue
             stop = start + batch.num_rows
             yield LabelledBatch(
                 f"labelled: {path}: rows {start} to {stop - 1}",

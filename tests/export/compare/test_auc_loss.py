@@ -43,23 +43,23 @@ def test_an_interval_is_as_wide_as_delong_s(noise: float) -> None:
     logits = random.normal(size=1500)
     labels = random.random(1500) < 1 / (1 + np.exp(-logits))
     other = logits + noise * random.normal(size=1500)
-    found = PairedAuc(labels, logits).loss_of(other)
+    loss = PairedAuc(labels, logits).loss_of(other)
     half = 1.96 * delong_deviation(labels, logits, other)
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.2)
-    assert (found.high + found.low) / 2 == pytest.approx(found.loss)
+    assert (loss.high - loss.low) / 2 == pytest.approx(half, rel=0.2)
+    assert (loss.high + loss.low) / 2 == pytest.approx(loss.loss)
 
 
 def test_a_loss_below_what_the_rows_can_tell_is_not_certain_to_be_0() -> None:
     labels = np.arange(40) % 2 == 0
     scores = np.arange(40.0)
-    found = PairedAuc(labels, scores).loss_of(scores * 2)
-    assert found.loss == 0
-    assert found.high == -found.low == pytest.approx(-np.log(0.025) / (20 * 20), rel=1e-3)
+    loss = PairedAuc(labels, scores).loss_of(scores * 2)
+    assert loss.loss == 0
+    assert loss.high == -loss.low == pytest.approx(-np.log(0.025) / (20 * 20), rel=1e-3)
 
 
 def test_a_single_row_of_a_label_gives_an_interval() -> None:
     """Resamples without it have no AUC."""
     labels = np.arange(40) == 7
-    found = PairedAuc(labels, np.arange(40.0)).loss_of(np.arange(40.0)[::-1].copy())
-    assert np.isfinite([found.low, found.high]).all()
-    assert found.loss == pytest.approx((7 - 32) / 39)
+    loss = PairedAuc(labels, np.arange(40.0)).loss_of(np.arange(40.0)[::-1].copy())
+    assert np.isfinite([loss.low, loss.high]).all()
+    assert loss.loss == pytest.approx((7 - 32) / 39)

@@ -76,13 +76,13 @@ def test_figures_are_those_of_exported_bundles(study: DtypeStudy, day: Path, tmp
     """Each bundle is exported and scored by an engine; its AUC is TorchMetrics'."""
     recommended = {table: WeightDtype[dtype.upper()] for table, dtype in study.recommended.dtypes.items()}
     alone = {"matters": WeightDtype.INT4, "idle": WeightDtype.FP32}
-    for name, dtypes, found in (
+    for name, dtypes, result in (
         ("recommended", recommended, study.recommended.measured),
         ("alone", alone, study.tables["matters"]["int4"]),
     ):
         bundle = export_model(build(), tmp_path, name, ExportConfig(scores=True, dtype=dtypes))
-        assert found.auc.auc == pytest.approx(auc_of_engine(bundle, day, "scores"), abs=1e-6)
-        assert found.auc.loss == study.trained_auc - found.auc.auc
+        assert result.auc.auc == pytest.approx(auc_of_engine(bundle, day, "scores"), abs=1e-6)
+        assert result.auc.loss == study.trained_auc - result.auc.auc
 
 
 def test_few_rows_recommend_nothing_narrower_than_they_can_tell(tmp_path: Path) -> None:
@@ -113,6 +113,13 @@ def test_rows_of_one_label_are_refused(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.filter(np.equal(table["click"], 1)), path)
     with pytest.raises(ConfigurationError, match=r"expected rows labelled 0 and rows labelled 1, all .* are 1"):
+        measured(path)
+
+
+def test_files_without_rows_are_refused(tmp_path: Path) -> None:
+    path = write_labelled(tmp_path / "day.parquet", 30)
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    with pytest.raises(ConfigurationError, match="labelled: expected rows, got none"):
         measured(path)
 
 
@@ -178,9 +185,9 @@ def test_scores_are_those_of_a_bundle_with_a_dtype_for_each_table(make: Any, tmp
     output = next(output for output in ready.scored.part.outputs if int(np.prod(output.shape)) == 1)
     features, dense = own_request(ready)
     batch = LabelledBatch("here", features, dense, np.zeros(ready.scored.inputs.samples, np.bool_))
-    (found,), by_model = DtypeScorer(ready, stored, output).score(batch, [dtypes])
+    (scores,), by_model = DtypeScorer(ready, stored, output).score(batch, [dtypes])
     bundle = export_model(module, tmp_path / "r", "m", replace(EXACT, dtype=dtypes, **changes))
     served = Engine.open(bundle).score(features, dense)[output.name]
-    np.testing.assert_allclose(found, served.reshape(-1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scores, served.reshape(-1), rtol=1e-5, atol=1e-6)
     assert by_model is not None
-    assert np.abs(found - by_model).max() > 0
+    assert np.abs(scores - by_model).max() > 0
