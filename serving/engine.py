@@ -175,6 +175,8 @@ class Engine(Closing):
     ) -> None:
         ServingSettings(threads=threads)
         check_argument("memory", memory, WeightsMemory)
+        if not isinstance(bundle, Bundle):
+            raise ConfigurationError(f"bundle: expected a Bundle, got {bundle!r:.200}: Engine.open takes its path")
         given = _hosts_of(bundle, hosts)
         self.bundle = bundle
         self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)

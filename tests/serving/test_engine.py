@@ -24,14 +24,25 @@ from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.engine import Engine
-from serving.errors import IdsOutside, InvalidRequest
+from serving.errors import ConfigurationError, IdsOutside, InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
 from serving.requests.types import EMBEDDINGS
 from tests.support import bundle_reader, oracle
 from tests.support.leak_check import without_collector
 from tests.support.long_cases import one_in
-from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
+from tests.support.models import (
+    MEAN,
+    MIXED,
+    SUM,
+    Spec,
+    collection,
+    exported,
+    flat,
+    float_tables,
+    random_bags,
+    table_of,
+)
 
 pytestmark = pytest.mark.usefixtures("any_torchscript")
 
@@ -351,3 +362,9 @@ def test_weights_that_cannot_be_mapped_are_refused_with_what_to_do(tmp_path: Pat
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"{bundle / 'weights.0.bin'}: cannot be mapped: Cannot allocate memory: ")
     assert "ulimit -v" in line
+
+
+def test_a_path_in_place_of_a_bundle_is_refused(tmp_path: Path) -> None:
+    path: Any = exported(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"bundle: expected a Bundle, got .*: Engine\.open takes its path"):
+        Engine(path)
