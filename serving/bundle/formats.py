@@ -93,7 +93,7 @@ class FloatRows(RowFormat):
 
 
 class CodeRows(RowFormat):
-    """Rows of codes after a scale and a bias. FBGEMM's operator packs only codes that fill words of 16 bits."""
+    """Rows of codes of 2, 4 or 8 bits after a scale and a bias. FBGEMM packs only rows of whole 16-bit words."""
 
     header_bytes = _SCALE_AND_BIAS_BYTES
     torch_name = "uint8"

@@ -1,4 +1,4 @@
-"""Merging requests and splitting their answer changes nothing."""
+"""Merging the pooled features of requests and splitting their answer changes nothing."""
 
 import itertools
 from collections.abc import Sequence
