@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from export import export_model
+from serving.engine import Engine
 from serving.server import Ports, run_server
+from tests.support.scored_models import EXACT, dlrm, own_scores, random_request
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("export", "model_repository", "serving")
@@ -136,6 +140,43 @@ def test_the_readme_s_uv_leaves_the_cuda_build_out(built: tuple[Path, Path], tmp
     assert taken["fbgemm-gpu-cpu"].startswith("1.8.")
     assert taken["torchrec"].startswith("1.8.")
     assert "fbgemm-gpu" not in taken
+
+
+SCORE = """
+import json, sys
+import numpy as np
+from serving.engine import Engine
+
+bags, dense = json.loads(sys.argv[1])
+with Engine.open(sys.argv[2]) as engine:
+    rows = engine.lookup(bags)
+    scores = engine.score(bags, {name: np.array(numbers, np.float32) for name, numbers in dense.items()})
+print(json.dumps([{name: array.tolist() for name, array in answer.items()} for answer in (rows, scores)]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_an_environment_of_the_engine_looks_up_and_scores_without_torchrec(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = dlrm().eval()
+    bundle = export_model(model, tmp_path / "r", "m", EXACT)
+    bags, dense = random_request(model, np.random.default_rng(0), 5)
+    venv.create(tmp_path / "env", with_pip=True)
+    bin_ = tmp_path / "env" / "bin"
+    run([str(bin_ / "pip"), "install", f"{built[1]}[engine]"], tmp_path)
+    request = json.dumps([bags, {name: numbers.tolist() for name, numbers in dense.items()}])
+    done = run([str(bin_ / "python"), "-W", "error", "-c", SCORE, request, str(bundle)], tmp_path)
+    rows, scores = json.loads(done.stdout)
+    for name, numbers in Engine.open(bundle).lookup(bags).items():
+        np.testing.assert_allclose(rows[name], numbers, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(scores["scores"], own_scores(model, bags, dense)["scores"], rtol=0, atol=1e-6)
+    assert tried([str(bin_ / "python"), "-c", "import torchrec"], tmp_path).returncode == 1
+    export = tried(
+        [str(bin_ / "tbe-export"), "model", "--model", "m:model", "--repository", "r", "--name", "m"], tmp_path
+    )
+    assert "`pip install 'tbe-serving[export]'`" in export.stderr
 
 
 @pytest.mark.long
