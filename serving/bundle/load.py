@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from serving.bundle.manifest import MANIFEST, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, path_of
 from serving.errors import BundleError, ConfigurationError
-from serving.files import open_file, read_file
+from serving.files import as_text, open_file, read_file
 
 
 def digest_of(content: bytes) -> FileDigest:
@@ -134,6 +135,10 @@ class Bundle:
     path: Path
     manifest: Manifest
     digest: str
+
+    def _repr_html_(self) -> str:
+        """Its path and tables, as notebooks show them."""
+        return f"<p>{escape(as_text(str(self.path)))}</p>{self.manifest._repr_html_()}"
 
 
 def versions(model: Path) -> list[int]:

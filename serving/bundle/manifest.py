@@ -28,6 +28,7 @@ from serving.bundle.plan import LINEAGE, HostBundle, IdDtype, Part, Plan
 from serving.bundle.scores import DenseFormat, DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files import Strict
+from serving.notebook_table import notebook_table
 
 # The number of this format. What a bundle needs of its reader beyond it is in `Manifest.requires`.
 FORMAT_VERSION = 10
@@ -163,6 +164,31 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     dense_part: DensePart | None = None
     compacted: Compacted | None = None
     checkpoint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+    def _repr_html_(self) -> str:
+        """Its tables, as notebooks show them."""
+        keys = {table.name: list[str]() for table in self.tables}
+        for feature in self.features:
+            keys[feature.table].append(feature.key)
+        outputs = ["embeddings"] + [output.name for output in (self.dense_part.outputs if self.dense_part else ())]
+        size = sum(table.rows * table.row_bytes for table in self.tables)
+        return notebook_table(
+            f"{len(self.tables)} tables, {size:,} bytes of rows, {len(self.plan.ranks)} ranks; "
+            f"answers: {', '.join(outputs)}",
+            ("table", "rows", "dim", "dtype", "bytes", "pooling", "features"),
+            (
+                (
+                    table.name,
+                    table.rows,
+                    table.dim,
+                    table.dtype.value.lower(),
+                    table.rows * table.row_bytes,
+                    table.pooling.value.lower(),
+                    ", ".join(keys[table.name]),
+                )
+                for table in self.tables
+            ),
+        )
 
     @property
     def requires(self) -> tuple[Capability, ...]:

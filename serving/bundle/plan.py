@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from serving.files import Strict
+from serving.notebook_table import notebook_table
 
 # Columns are cut at multiples of this: whole bytes of every dtype, and widths that FBGEMM's kernels take.
 COLUMN_MULTIPLE = 4
@@ -98,6 +99,24 @@ class Plan(Strict, frozen=True):
     ranks: tuple[Rank, ...]
     shards: tuple[Shard, ...]
     row_alignment: int
+
+    def _repr_html_(self) -> str:
+        """Its shards, as notebooks show them."""
+        return notebook_table(
+            f"{len(self.sharding)} tables in {len(self.shards)} shards on {len(self.ranks)} ranks",
+            ("table", "sharding", "rank", "host", "rows", "columns"),
+            (
+                (
+                    shard.table,
+                    self.sharding[shard.table].value,
+                    shard.rank,
+                    self.ranks[shard.rank].host,
+                    f"{shard.rows[0]:,} to {shard.rows[1]:,}",
+                    f"{shard.columns[0]} to {shard.columns[1]}",
+                )
+                for shard in self.shards
+            ),
+        )
 
     @property
     def rank_of_host(self) -> dict[int, int]:

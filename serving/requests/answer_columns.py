@@ -7,10 +7,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from serving.errors import ConfigurationError
+from serving.notebook_table import notebook_table
 from serving.requests.answers import JaggedRows
 from serving.requests.types import Array
 
 Values = TypeVar("Values")
+# Of each array, in notebooks.
+_SHOWN_NUMBERS = 4
 
 
 class AnswerColumns(dict[str, Values]):
@@ -19,6 +22,12 @@ class AnswerColumns(dict[str, Values]):
     As a DataFrame it has a row for each sample and a column for each name: [B] and [B, 1] are a column of numbers,
     [B, n] and more a column of lists of n numbers, and `JaggedRows` a column of lists of rows.
     """
+
+    def _repr_html_(self) -> str:
+        """The shape and dtype of each array, and its first numbers, as notebooks show them."""
+        return notebook_table(
+            f"{len(self)} arrays by name", ("name", "shape", "dtype", "first numbers"), map(_summary, self.items())
+        )
 
     def to_arrow(self) -> Any:
         """A pyarrow Table. Lists of n are fixed_size_lists. Numbers are not copied, but booleans are.
@@ -58,6 +67,17 @@ class AnswerColumns(dict[str, Values]):
             return import_module(name)
         except ImportError as error:
             raise ConfigurationError(f"{name}: expected it to be installed: pip install {name}: {error}") from error
+
+
+def _summary(item: tuple[str, Any]) -> tuple[str, str, str, str]:
+    """Name, shape, dtype and first numbers of an array or of `JaggedRows`."""
+    name, values = item
+    is_jagged = isinstance(values, JaggedRows)
+    array = values.values if is_jagged else values
+    shape = f"{list(array.shape)}, rows of {len(values.lengths)} samples" if is_jagged else str(list(array.shape))
+    numbers = array.reshape(-1)[:_SHOWN_NUMBERS]
+    more = ", …" if array.size > _SHOWN_NUMBERS else ""
+    return name, shape, str(array.dtype), ", ".join(f"{number:.4g}" for number in numbers.tolist()) + more
 
 
 def _is_number(array: Array) -> bool:
