@@ -232,8 +232,10 @@ class Engine(Closing):
         self.ranks.close()
         self.table_files.close()
 
+    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the forms that they stand for.
+
     def lookup(
-        self, features: Features, *, shared: Collection[str] = (), nulls: Nulls = "refuse"
+        self, features: "Features", *, shared: Collection[str] = (), nulls: Nulls = "refuse"
     ) -> AnswerColumns[Any]:
         """Look up the embeddings of some features.
 
@@ -274,8 +276,8 @@ class Engine(Closing):
 
     def score(
         self,
-        features: Features,
-        dense: DenseFeatures = NO_DENSE,
+        features: "Features",
+        dense: "DenseFeatures" = NO_DENSE,
         *,
         shared: Collection[str] = (),
         nulls: Nulls = "refuse",

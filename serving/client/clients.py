@@ -169,6 +169,8 @@ class LookupClient(_Client, Closing):
     In a forked child it makes a connection of its own, unless the parent was in a call at the fork.
     """
 
+    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the forms that they stand for.
+
     def info(self) -> ModelInfo:
         """Features and dims of the model, which are fetched once.
 
@@ -180,7 +182,7 @@ class LookupClient(_Client, Closing):
 
     def lookup(
         self,
-        features: Features,
+        features: "Features",
         *,
         nulls: Nulls = "refuse",
         shared: Collection[str] = (),
@@ -230,8 +232,8 @@ class LookupClient(_Client, Closing):
 
     def score(
         self,
-        features: Features,
-        dense: DenseFeatures = NO_DENSE,
+        features: "Features",
+        dense: "DenseFeatures" = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
         nulls: Nulls = "refuse",
@@ -368,7 +370,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
 
     async def lookup(
         self,
-        features: Features,
+        features: "Features",
         *,
         nulls: Nulls = "refuse",
         shared: Collection[str] = (),
@@ -382,8 +384,8 @@ class AsyncLookupClient(_Client, AsyncClosing):
 
     async def score(
         self,
-        features: Features,
-        dense: DenseFeatures = NO_DENSE,
+        features: "Features",
+        dense: "DenseFeatures" = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
         nulls: Nulls = "refuse",
