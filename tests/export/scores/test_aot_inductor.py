@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from export import DenseCompiler, ExportConfig, export_model
+from export import DenseCompiler, ExportConfig, export_model, prepare
 from export.errors import ModelError
 from export.parity.verify import verify
-from export.scores import dense_formats
+from export.scores import aot_inductor, dense_formats
 from serving.bundle.load import open_bundle
-from serving.bundle.scores import DenseFormat
+from serving.bundle.scores import DenseFile, DenseFormat
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.lookup.aot_inductor import LIBRARY, OPERATORS
@@ -34,6 +35,7 @@ def test_native_code_without_scores_is_refused() -> None:
 def test_a_missing_compiler_is_named_before_the_export_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
+    monkeypatch.setattr(aot_inductor, "misfit", lambda _: None)
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
@@ -43,6 +45,22 @@ def test_a_missing_compiler_is_named_before_the_export_begins(
     assert not (tmp_path / "r").exists()
 
 
+def test_a_processor_that_cannot_run_the_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_inductor, "misfit", lambda _: "this processor has no avx2")
+    with pytest.raises(
+        ConfigurationError, match=r"could not be compared with the model here: this processor has no avx2"
+    ):
+        export_model(dlrm(), tmp_path / "r", "m", NATIVE)
+
+
+@pytest.fixture
+def has_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: the tests replace the compiler's work."""
+    file = DenseFile("scores.x.zip", DenseFormat.AOTINDUCTOR, instructions="x86-64-v3", torch=str(torch.__version__))
+    monkeypatch.setattr(prepare, "compiled_file", lambda: file)
+
+
+@pytest.mark.usefixtures("has_compiler")
 def test_a_compiler_that_fails_is_named_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> bytes:
         raise RuntimeError("C++ compile error\n\nCommand:\ng++")
@@ -55,6 +73,7 @@ def test_a_compiler_that_fails_is_named_with_the_model(tmp_path: Path, monkeypat
         export_model(dlrm(), tmp_path / "r", "m", NATIVE)
 
 
+@pytest.mark.usefixtures("has_compiler")
 def test_code_that_answers_differently_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model's code, in place of the compiler's."""
     monkeypatch.setattr(dense_formats, "compile_to_native", lambda exported, _: exported)
