@@ -176,9 +176,14 @@ def test_beside_weighted_tables(tmp_path: Path) -> None:
     np.testing.assert_array_equal(engine.rows("w", [4]), module["w"].embedding_bags["w"].weight.detach()[[4]])
 
 
-@pytest.mark.parametrize("longest", [4, 3000])
-def test_merged_requests_are_answered_as_alone(longest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("longest", "most_rows"), [(4, None), (3000, None), (4, 2)])
+def test_merged_requests_are_answered_as_alone(
+    longest: int, most_rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of all kinds, short and long: calls are shared by features whose answers are small, and not by others."""
+    if most_rows is not None:  # each sequence takes several calls
+        monkeypatch.setattr("serving.requests.merge_sequences._MOST_ROWS", most_rows)
+        monkeypatch.setattr("serving.requests.merge_sequences._SHARED_NUMBERS", 8)
     module = Mixed()
     bundle = export_model(
         module, tmp_path / "r", "m", ExportConfig(dtype=FP32.dtype, id_policy={"item": IdPolicy.ZERO})
