@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
@@ -12,6 +12,7 @@ from rich.table import Table
 from serving.client import DEFAULT_TIMEOUT_S, Answer, JaggedRows, LookupClient, Scores
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
+from serving.requests.input_forms import Nulls
 from serving.requests.types import Array, Embeddings
 from serving.terminal.app import out
 from serving.terminal.output import is_read, lost, print_json
@@ -31,7 +32,7 @@ SharedOption = Annotated[
 ]
 
 NullsOption = Annotated[
-    Literal["refuse", "empty"],
+    Nulls,
     typer.Option(
         help="`empty` reads a null bag as an empty one, and leaves null ids out, together with their weights."
     ),

@@ -40,8 +40,14 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 @contextmanager
 def serving(fake: FakeServer, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    limits = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-    server = grpc.server(futures.ThreadPoolExecutor(8), options=limits)
+    options = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        # gRPC lets servers share a port: another test run's server may then take connections of this test, and reset
+        # them when it stops.
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=options)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
     port = server.add_insecure_port(f"{host}:{port}")
     server.start()
