@@ -125,8 +125,8 @@ def _array_of_tensor(tensor: Any) -> Any:
         raise ValueError("got a tensor on the device meta, which holds no numbers")
     if tensor.device.type != "cpu":
         raise ValueError(f"got a tensor on the device {tensor.device}: copy it, tensor.cpu()")
-    tensor = tensor.detach().resolve_conj().resolve_neg()
     try:
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
             tensor = tensor.float()  # numpy lacks bfloat16 and the 8-bit floats; float32 has all their numbers
         return tensor.numpy()[()]
