@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,8 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
         ConfigurationError: naming what has no file, is no Parquet file, or is named twice.
     """
     paths = [os.path.abspath(path) for pattern in patterns for path in _paths_of(pattern)]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigurationError(f"{path}: expected each file once, got it twice")
+    if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        raise ConfigurationError(f"{twice[0]}: expected each file once, got it twice")
     return [read_input(path) for path in paths]
 
 

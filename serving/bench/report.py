@@ -197,6 +197,18 @@ def summary(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
+def costs(reports: Sequence[Report], price_per_hour: float) -> str:
+    """A line for each report: what a million samples cost if the server costs so much an hour, beside its p99."""
+    lines = []
+    for report in reports:
+        p99 = report.latency_s.get("p99")
+        latency = "unknown p99" if p99 is None else f"p99 {1e3 * p99.median:.2f} ms"
+        per_s = report.samples_per_s.median
+        cost = f"{price_per_hour * 1e6 / per_s / 3600:.4f}" if per_s else "unknown"
+        lines.append(f"{named(report)}, {latency}: a million samples cost {cost}")
+    return "\n".join(lines)
+
+
 def _rate(per_s: float) -> str:
     """A rate with three digits and a unit, such as "1.23 k"."""
     for size, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from serving.bench.generator import Traffic, generate
-from serving.bench.report import Refusal, Report, named, refusal, summarize, summary, table
+from serving.bench.report import Refusal, Report, costs, named, refusal, summarize, summary, table
 from serving.bench.requests import Distribution, Prepared, captured_requests, prepare, random_requests
 from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
@@ -215,6 +215,9 @@ def bench(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON for each number of clients or rate.")
     ] = False,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="Price of the server for an hour. Prints what a million samples cost.")
+    ] = None,
 ) -> None:
     """Measure throughput and latency of a running server, and check its answers.
 
@@ -240,6 +243,8 @@ def bench(
     if not as_json and reports:
         out.print(table(reports))
         out.print(summary(reports))
+        if price_per_hour is not None:
+            out.print(costs(reports, price_per_hour))
     if requests_source.bundle is None:
         say("the answers were not checked: that needs --bundle")
     raise typer.Exit(_has_failed(outcomes, max_errors))

@@ -3,7 +3,7 @@
 import pytest
 
 from serving.bench.generator import Repeat, Traffic
-from serving.bench.report import Figure, summarize
+from serving.bench.report import Figure, costs, summarize
 
 
 def test_a_report_says_the_median_of_repeats_and_their_extremes() -> None:
@@ -19,3 +19,16 @@ def test_a_report_says_the_median_of_repeats_and_their_extremes() -> None:
     assert Figure(0, 0, 9).spread is None
     assert report.latency_s.keys() == {"p50", "p90"}  # six answers beyond p99 say nothing
     assert report.confidence == 0.75
+
+
+def test_costs_are_those_of_a_million_samples() -> None:
+    runs = [Repeat(seconds=2, latencies_s=[2e-3] * 2000, samples=8000, ids=1, busy=0.1)]
+    report = summarize(Traffic(clients=4, rate=0, seconds=2, repeats=1, warm_up_s=0, check=0), 4, runs)
+    # 4,000 samples a second are a million in 250 s.
+    assert costs([report], 3.6) == "4 × 4, p99 2.00 ms: a million samples cost 0.2500"
+    idle = summarize(
+        Traffic(clients=4, rate=0, seconds=2, repeats=1, warm_up_s=0, check=0),
+        None,
+        [Repeat(seconds=2, latencies_s=[], samples=0, ids=0, busy=0.1)],
+    )
+    assert costs([idle], 3.6) == "4, unknown p99: a million samples cost unknown"
