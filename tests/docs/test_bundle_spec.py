@@ -285,3 +285,19 @@ def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Pat
     tables = {each["name"]: reader.tables[each["table"]] for each in reader.manifest["features"]}
     expected = [[reader.pool(tables[name], bag, None) for bag in column] for name, column in lookup.items()]
     np.testing.assert_allclose(answer.numpy(), np.concatenate(expected, axis=1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_position_weights_are_written_for_digests_as_the_specification_says(tmp_path: Path) -> None:
+    """Section 7: with and without exponents, and on both sides of where they begin."""
+    module = positioned()
+    numbers = [0.0, 1.0, -0.5, 9.9e-6, 1e-5, 1.5e-5, -3e-7, 1.2e-11, 9.9e15, 1.5e16, -1e16, 2.5e20, 1e30]
+    for weights in module.parameters():
+        if weights.shape == (len(numbers),):
+            weights.data.copy_(torch.tensor(numbers))
+    bundle = export_model(module, tmp_path / "repository", "all")
+    reader = Reader(bundle)
+    by_position = {tuple(each.get("position_weights", ())) for each in reader.manifest["features"]}
+    assert tuple(torch.tensor(numbers).tolist()) in by_position
+    program = torch.jit.load(bundle / "program.pt")  # type: ignore[no-untyped-call]
+    assert program.placement_digest == reader.digest("placement_digest")

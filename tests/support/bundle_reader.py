@@ -5,6 +5,7 @@ import io
 import json
 from collections import abc
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,7 @@ class Reader:
         ]
         placement = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
         said = {"schema_digest": schema, "placement_digest": placement}[name]
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(written(said).encode()).hexdigest()
 
     @property
     def names_of_scores(self) -> list[Any]:
@@ -283,6 +283,19 @@ class Reader:
         content = self.files[self.plan["ranks"][shard["rank"]]["weights"]]
         numbers: npt.NDArray[np.float32] = unpacked(content[start : start + size], 1, width, dtype)[0]
         return numbers
+
+
+def written(value: Any) -> str:
+    """A value as JSON, for digests [7]."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{written(key)}:{written(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    text = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, float) or "e" not in text:
+        return text
+    digits, exponent = text.split("e")
+    return f"{Decimal(text):f}" if exponent == "-05" else f"{digits}e{int(exponent)}"
 
 
 def exported_table(bundle: Path, name: str) -> npt.NDArray[np.float32]:
