@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export import ExportConfig, export_model
+from export import DenseCompiler, ExportConfig, export_model
 from export.errors import ModelError, ParityError
 from export.parity.fresh_process import FreshProcess
 from export.scores import dense_formats
@@ -188,7 +188,14 @@ def test_each_file_is_run_by_another_process(tmp_path: Path) -> None:
     assert own_files(export_model(dlrm(), tmp_path, "m", EXACT)) == FILES
 
 
-@pytest.mark.parametrize("format_", DenseFormat)
+@pytest.mark.parametrize(
+    "format_",
+    [
+        DenseFormat.TORCHSCRIPT,
+        DenseFormat.EXPORTED_PROGRAM,
+        pytest.param(DenseFormat.AOTINDUCTOR, marks=pytest.mark.long),  # a compiler runs
+    ],
+)
 def test_a_file_that_another_process_runs_differently_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: DenseFormat
 ) -> None:
@@ -198,8 +205,9 @@ def test_a_file_that_another_process_runs_differently_is_not_published(
         return [np.add(numbers, of is format_) for numbers in scores(fresh, file, of, inputs)]
 
     monkeypatch.setattr(FreshProcess, "scores", other)
-    with pytest.raises(ParityError, match=r"scores.pt2?: output 'scores': a fresh process answers differently, by 1"):
-        export_model(dlrm(), tmp_path, "m", EXACT)
+    config = replace(EXACT, compile=DenseCompiler.AOTI if format_ is DenseFormat.AOTINDUCTOR else None)
+    with pytest.raises(ParityError, match=r"scores\..*: output 'scores': a fresh process answers differently, by 1"):
+        export_model(dlrm(), tmp_path, "m", config)
     assert not (tmp_path / "m" / "1").exists()
 
 
