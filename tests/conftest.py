@@ -17,7 +17,7 @@ from tests.support.deadlines import no_default_deadlines
 from tests.support.no_torchscript import NoTorchScript, remove_torchscript, without_torchscript
 from tests.support.process_cleanup import end_together
 from tests.support.reload_process import in_a_fresh_process, in_this_process
-from tests.support.servers import add_gate
+from tests.support.servers import add_gate, reloading
 
 if TYPE_CHECKING:
     from serving.engine import Engine
@@ -136,5 +136,8 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A tritonserver on `repository`, open to HTTP and shared memory."""
     log = tmp_path_factory.mktemp("server") / "tritonserver.log"
     access = Access(http=True, allow=("shared-memory",))
-    with run_server(repository, Ports(grpc=0, http=0, operations=0), access=access, log=log) as running:
+    with (
+        run_server(repository, Ports(grpc=0, http=0, operations=0), access=access, log=log) as running,
+        reloading(running),
+    ):
         yield running

@@ -30,6 +30,8 @@ from serving.bundle.manifest import MANIFEST, MODEL
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.server import Ports, Server, Supervisor
+from serving.server.running_server import Served
+from serving.triton.stubs import living_stubs
 from tests.support.deadlines import CALLING, PATIENT_S, check_routers
 
 Asked = TypeVar("Asked")
@@ -90,6 +92,31 @@ def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):  # it has just ended; or Triton does not wait for one that was killed
             found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
     return found
+
+
+@contextmanager
+def reloading(server: Server) -> Iterator[None]:
+    """In the block, load models again whose processes ended: a process that a busy machine pauses ends itself.
+
+    `tbe-serve run` does that, and also asks models whether they hang, which tests that count requests would notice.
+    """
+    control, served, stopped = server.control(120.0), Served(server.started), threading.Event()
+    served.update(control.index(), control)
+
+    def watch() -> None:
+        while not stopped.wait(0.5):
+            living = {stub.model for stub in living_stubs(server.process.pid)}
+            for model in served.configs.keys() - living:
+                with suppress(ServingError):
+                    control.recover(model, served.configs[model], served.versions[model], served.since)
+
+    thread = threading.Thread(target=watch, name="reloading")
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def listens(host: str, port: int) -> bool:

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.day import write_day
-
 
 @pytest.fixture(scope="package")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,4 +17,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def day(tmp_path: Path) -> Path:
     """1,000 rows in row groups of 150."""
+    from tests.support.day import write_day
+
     return write_day(tmp_path / "day.parquet")
