@@ -16,6 +16,7 @@ from benchmarks.measure import Result, interleave, p50, ratio_of
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
+from serving.batch.batch_scores import BatchScores
 from serving.batch.columns import BatchColumns
 from serving.batch.inputs import find_inputs, parts_of
 from serving.batch.part_scores import Job, score_part
@@ -73,7 +74,7 @@ def _score_file(engine: Engine, bundle: Path, day: Path, scores: Path) -> None:
     """What the command does with a file once the bundle is loaded."""
     source = BundleSource(bundle)
     columns = BatchColumns(source.inputs(), {}, ())
-    job = Job(source, columns, "refuse", False, {}, scores, scores)
+    job = Job(BatchScores(source, columns, "refuse"), False, {}, scores, scores)
     for part in parts_of(find_inputs([str(day)])):
         score_part(engine, job, part, lambda _: None)
 

@@ -62,10 +62,12 @@ FEW_IMPORT = {
     "pandas": set(),
     "polars": set(),
     "pyarrow": {
+        "serving.batch.batch_scores",
         "serving.batch.inputs",
         "serving.batch.journal",
         "serving.batch.part_scores",
         "serving.batch.run",
+        "serving.batch.scorer",
     },
     "export": set(),
 }

@@ -11,18 +11,14 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from pyarrow.parquet import ParquetWriter
 
+from serving.batch.batch_scores import BATCH_ROWS, BatchScores
 from serving.batch.columns import BatchColumns
 from serving.batch.inputs import Part
-from serving.batch.sources import Source
 from serving.errors import InvalidRequest, ServingError
 from serving.files import replacing
-from serving.requests.answer_columns import AnswerColumns
-from serving.requests.answers import JaggedRows
-from serving.requests.encoding import encode
-from serving.requests.input_forms import Nulls
 
-# Rows that are read, encoded and sent together, and rows of a row group that is written. They bound the memory.
-_BATCH_ROWS, _WRITTEN_ROWS = 4096, 64 << 10
+# Rows that are written together. Like BATCH_ROWS, they bound the memory.
+_WRITTEN_ROWS = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -30,18 +26,14 @@ class Job:
     """What is done to each part.
 
     Attributes:
-        source: where scores come from.
-        columns: the inputs of the model, and what is carried over.
-        nulls: what null lists and ids are, as in `serving.requests.encoding.encode`.
+        batch_scores: how batches of its rows are scored.
         skips_bad_rows: whether rows that are refused are left out. Otherwise the first one is an error.
         metadata: of each file that is written.
         scores: the folder of these files.
         errors: the folder of the files that name the rows that were left out.
     """
 
-    source: Source
-    columns: BatchColumns
-    nulls: Nulls
+    batch_scores: BatchScores
     skips_bad_rows: bool
     metadata: dict[str, str]
     scores: Path
@@ -74,7 +66,8 @@ def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], obje
     with replacing(job.scores / part.name) as file:
         table = next(tables, None)
         if table is None:
-            table = _without_rows(model, job, part)
+            with part.file.open() as parquet:
+                table = job.batch_scores.table_without_rows(model, parquet.schema_arrow)
         with ParquetWriter(file, table.schema.with_metadata(job.metadata)) as writer:
             writer.write_table(table)
             for table in tables:
@@ -111,28 +104,28 @@ def _scored(
 ) -> Iterator[Any]:
     """The scores of each batch of rows, with the columns that are carried over. Bad rows are added to `bad_rows`."""
     batches: deque[tuple[int, Any]] = deque()
+    columns, nulls = job.batch_scores.columns, job.batch_scores.nulls
 
     def requests() -> Iterator[Any]:
-        for first, batch in _read(part, job.columns):
+        for first, batch in _read(part, columns):
             batches.append((first, batch))
-            yield job.columns.request(batch)
+            yield columns.request(batch)
 
-    for answer in model.stream(requests(), nulls=job.nulls, errors="yield"):
+    def refuse(row: int, error: InvalidRequest) -> None:
+        if not job.skips_bad_rows:
+            where = f"{part.file.path}: row group {part.row_group}, row {row}"
+            raise InvalidRequest(f"{where}: {error}", error.reason) from error
+        bad_rows.append(BadRow(row, str(error)))
+
+    for answer in model.stream(requests(), nulls=nulls, errors="yield"):
         first, batch = batches.popleft()
         if isinstance(answer, InvalidRequest):
-            yield from _scored_around_bad_rows(model, job, part, first, batch, bad_rows)
+            yield from job.batch_scores.score(model, first, batch, refuse)
         elif isinstance(answer, ServingError):
             raise answer
         else:
-            yield _table(job, batch, answer)
+            yield job.batch_scores.table(batch, answer)
         rows_done(batch.num_rows)
-
-
-def _without_rows(model: Any, job: Job, part: Part) -> Any:
-    """The table of a part of which no row has scores: its columns."""
-    with part.file.open() as parquet:
-        batch = pa.RecordBatch.from_pylist([], parquet.schema_arrow)
-    return _table(job, batch, model.score(*job.columns.request(batch), nulls=job.nulls))
 
 
 def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:
@@ -142,48 +135,6 @@ def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:
     with part.file.open() as parquet:
         names = columns.of_file(part.file.path, parquet.schema_arrow)
         first = 0
-        for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[part.row_group], columns=names):
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[part.row_group], columns=names):
             yield first, batch
             first += batch.num_rows
-
-
-def _scored_around_bad_rows(
-    model: Any, job: Job, part: Part, first: int, batch: Any, bad_rows: list[BadRow]
-) -> Iterator[Any]:
-    """Halve a batch until the rows are alone that the model refuses, and score the others.
-
-    Raises:
-        InvalidRequest: as `score_part`.
-    """
-    try:
-        answer = model.score(*job.columns.request(batch), nulls=job.nulls)
-    except InvalidRequest as error:
-        if batch.num_rows <= 1:
-            if not job.skips_bad_rows:
-                where = f"{part.file.path}: row group {part.row_group}, row {first}"
-                raise InvalidRequest(f"{where}: {error}", error.reason) from error
-            bad_rows.append(BadRow(first, str(error)))
-            return
-        half = batch.num_rows // 2
-        for start, rows in ((0, batch.slice(0, half)), (half, batch.slice(half))):
-            yield from _scored_around_bad_rows(model, job, part, first + start, rows, bad_rows)
-    else:
-        yield _table(job, batch, answer)
-
-
-def _table(job: Job, batch: Any, answer: Any) -> Any:
-    """The scores of a batch, with the columns that are carried over.
-
-    Raises:
-        ServingError: the answer is of another version.
-    """
-    job.source.check_answer(answer)
-    outputs = dict(answer)
-    for name, key in job.columns.inputs.outputs.items():
-        if key is not None:
-            features, _ = job.columns.request(batch)
-            lengths: Any = encode({key: features[key]}, job.columns.inputs.weighted, nulls=job.nulls).lengths
-            outputs[name] = JaggedRows(outputs[name], lengths)
-    scores = AnswerColumns(outputs).to_arrow()
-    kept = {name: batch.column(name) for name in job.columns.keep}
-    return pa.table({**kept, **{name: scores[name] for name in scores.column_names}})

@@ -14,6 +14,7 @@ from pathlib import Path
 from pyarrow import ArrowException
 from pyarrow.parquet import read_schema
 
+from serving.batch.batch_scores import BatchScores
 from serving.batch.columns import BatchColumns, OnError
 from serving.batch.inputs import InputFile, Part, find_inputs, parts_of
 from serving.batch.journal import JOURNAL, Journal, check_continues, is_output_of, read_journal
@@ -101,7 +102,8 @@ def score_files(
                     f"{out}: has no scores of the rows in {errors}: --on-error skip accepts that"
                 )
             return _summary(parts, [], errors)
-        job = Job(source, columns, nulls, on_error == "skip", journal.metadata, folder / "scores", folder / "errors")
+        batch_scores = BatchScores(source, columns, nulls)
+        job = Job(batch_scores, on_error == "skip", journal.metadata, folder / "scores", folder / "errors")
         _prepare(out, folder, journal, parts, job, restart=restart)
         todo = [part for part in parts if not (job.scores / part.name).exists()]
         _score(job, parts, todo, workers, progress)

@@ -35,7 +35,7 @@ def score_parts(job: Job, parts: Sequence[Part], workers: int, rows_done: Callab
     """
     if workers == 1 or len(parts) <= 1:
         if parts:
-            with job.source.open() as model:
+            with job.batch_scores.source.open() as model:
                 for part in parts:
                     score_part(model, job, part, rows_done)
         return
@@ -88,7 +88,7 @@ def _score(part: Part) -> None:
     if worker is None:
         raise RuntimeError("a process scored a part before it was prepared")
     if worker.model is None:
-        worker.model = worker.job.source.open()
+        worker.model = worker.job.batch_scores.source.open()
 
     def rows_done(rows: int) -> None:
         with worker.counter.get_lock():

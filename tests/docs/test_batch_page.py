@@ -23,7 +23,7 @@ def test_the_commands_score_and_polars_reads_the_scores(tmp_path: Path, monkeypa
     export_model(ranker(), Path("repository"), "ranker", ExportConfig(scores=True))
     write_day(Path("day.parquet"), day_table().append_column("ts", day_table()["id"]))
     (in_process, served) = (text for language, text in BLOCKS if text.startswith("tbe-serve") and not language)
-    (python,) = (text for language, text in BLOCKS if language == "python")
+    (python,) = (text for language, text in BLOCKS if language == "python" and "polars" in text)
     done = tbe_serve(*shlex.split(in_process)[1:])
     assert done.returncode == 0, done.stderr
     names: dict[str, Any] = {}
@@ -38,10 +38,10 @@ def test_the_commands_score_and_polars_reads_the_scores(tmp_path: Path, monkeypa
 
 
 def test_the_page_says_the_bounds_of_the_code() -> None:
-    from serving.batch import inputs, part_scores
+    from serving.batch import batch_scores, inputs, part_scores
     from serving.client.streams import IN_FLIGHT
 
-    for number in (part_scores._BATCH_ROWS, part_scores._BATCH_ROWS * IN_FLIGHT, part_scores._WRITTEN_ROWS):
+    for number in (batch_scores.BATCH_ROWS, batch_scores.BATCH_ROWS * IN_FLIGHT, part_scores._WRITTEN_ROWS):
         assert f"{number:,} " in PAGE or f"{number:,})" in PAGE
     assert inputs._BUFFER_BYTES == 1 << 20
     assert "1 MiB of each column" in PAGE

@@ -260,7 +260,7 @@ def test_small_batches_are_written_in_large_row_groups(
 ) -> None:
     """What bounds the memory: batches that are read, and rows that wait to be written."""
     day = write_day(tmp_path / "day.parquet", row_group=ROWS)
-    monkeypatch.setattr(part_scores, "_BATCH_ROWS", 70)
+    monkeypatch.setattr(part_scores, "BATCH_ROWS", 70)
     monkeypatch.setattr(part_scores, "_WRITTEN_ROWS", 200)
     score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", keep=["id"])
     written = parquet.ParquetFile(tmp_path / "scores" / "part-00000.parquet")

@@ -1,0 +1,83 @@
+"""`Scorer` gives the scores of `score_files`, to Arrow tables, to streams of batches, to Ray Data and to Spark."""
+
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from serving.batch.run import score_files
+from serving.batch.scorer import Scorer
+from serving.batch.sources import BundleSource
+from serving.errors import ConfigurationError, InvalidRequest
+from tests.support.day import day_table
+
+
+@pytest.fixture
+def expected(bundle: Path, day: Path, tmp_path: Path) -> Any:
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", keep=["id"])
+    return parquet.read_table(tmp_path / "scores")
+
+
+def assert_same(table: Any, expected: Any) -> None:
+    assert table.schema.equals(expected.schema)
+    assert table["id"].equals(expected["id"])
+    for name in ("like", "both"):
+        numbers, right = (np.array(scores[name].to_pylist()) for scores in (table, expected))
+        np.testing.assert_allclose(numbers, right, rtol=1e-6, atol=1e-6)
+
+
+def test_a_table_is_scored_whatever_its_chunks(bundle: Path, day: Path, expected: Any) -> None:
+    scorer = pickle.loads(pickle.dumps(Scorer(str(bundle), keep=["id"])))  # as engines send it to workers
+    rows = parquet.read_table(day)
+    assert_same(scorer(rows), expected)
+    assert_same(scorer(pa.concat_tables([rows.slice(0, 7), rows.slice(7, 0), rows.slice(7)])), expected)
+    (batch,) = rows.combine_chunks().to_batches()
+    assert_same(scorer(batch), expected)
+    assert_same(scorer(rows.slice(0, 0)), expected.slice(0, 0))
+
+
+def test_a_stream_of_batches_is_scored_one_by_one(bundle: Path, day: Path, expected: Any) -> None:
+    taken = []
+
+    def batches() -> Any:
+        for batch in parquet.read_table(day).to_batches(max_chunksize=90):
+            taken.append(batch)
+            yield batch
+
+    scores = Scorer(bundle, keep=["id"])(batches())
+    assert not taken
+    first = next(scores)
+    assert len(taken) == 1
+    assert_same(pa.Table.from_batches([first, *scores]), expected)
+
+
+def test_bad_rows_are_named_or_left_out(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = day_table(10)
+    key = next(name for name in rows.column_names if name not in ("id", "day", "user", "item"))
+    bad = [[10**9] if row in (3, 8) else ids for row, ids in enumerate(rows[key].to_pylist())]
+    rows = rows.set_column(rows.column_names.index(key), key, pa.array(bad))
+    with pytest.raises(InvalidRequest, match=rf"^row 3 of a batch: feature '{key}': expected an id in"):
+        Scorer(bundle)(rows)
+    with caplog.at_level(logging.WARNING):
+        scores = Scorer(bundle, keep=["id"], on_error="skip")(rows)
+    assert scores["id"].to_pylist() == [0, 1, 2, 4, 5, 6, 7, 9]
+    assert [line.getMessage().partition(":")[0] for line in caplog.records] == [
+        "row 3 of a batch has no scores",
+        "row 8 of a batch has no scores",
+    ]
+    assert Scorer(bundle, on_error="skip")(rows.slice(3, 1)).num_rows == 0
+
+
+def test_what_cannot_be_scored_is_refused_by_name(bundle: Path) -> None:
+    skip: Any = "ignore"
+    with pytest.raises(ConfigurationError, match="on_error: expected 'fail' or 'skip', got 'ignore'"):
+        Scorer(bundle, on_error=skip)
+    with pytest.raises(ConfigurationError, match="columns: 'nobody': expected an input of the model"):
+        Scorer(bundle, columns={"nobody": "y"})
+    with pytest.raises(ConfigurationError, match="the batch: expected a column 'user' for the input 'user'"):
+        Scorer(bundle)(day_table(3).drop_columns(["user"]))
