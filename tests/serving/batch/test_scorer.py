@@ -53,7 +53,9 @@ def test_a_stream_of_batches_is_scored_one_by_one(bundle: Path, day: Path, expec
     assert not taken
     first = next(scores)
     assert len(taken) == 1
-    assert_same(pa.Table.from_batches([first, *scores]), expected)
+    table = pa.Table.from_batches([first, *scores])
+    assert table.schema.field("both").type == pa.list_(pa.float32())  # Spark has no lists of one length
+    assert_same(table, expected.cast(table.schema))
 
 
 def test_bad_rows_are_named_or_left_out(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
