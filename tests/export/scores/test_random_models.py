@@ -1,5 +1,6 @@
 """Whole models made at random, against themselves as TorchRec runs them."""
 
+import os
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.support.servers import FREE, at_once
 KEYS = ("a", "b", "c", "d", "e")
 # Real Tritons are slow to start: so many models are served, all by one.
 SERVED = 6
+# RANDOM_MODELS=200 makes more of them.
+MORE = int(os.environ.get("RANDOM_MODELS", "80"))
 
 
 class Random(nn.Module):
@@ -136,7 +139,7 @@ def checkpoint(weights: Checkpoint) -> Checkpoint:
     return weights
 
 
-@pytest.mark.parametrize("seeds", one_in(50, (range(first, first + 4) for first in range(SERVED, SERVED + 200, 4))))
+@pytest.mark.parametrize("seeds", one_in(50, (range(first, first + 4) for first in range(SERVED, SERVED + MORE, 4))))
 def test_random_dense_parts_answer_as_the_model_does(seeds: range) -> None:
     """Given the embeddings that the model itself makes."""
     random = np.random.default_rng(seeds[0])

@@ -21,7 +21,7 @@ from tests.support.scored_models import EXACT
 from tests.support.shared import Ranking, ranking
 
 # RANDOM_MODELS=300 makes more of them.
-SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "120")))
+SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "60")))
 # The items of each request: fewer than are worth it, one slice and several.
 SIZES = (3, 16, 21, 40)
 
