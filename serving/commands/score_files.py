@@ -13,6 +13,7 @@ from serving.batch.sources import BundleSource, ServerSource, Source
 from serving.client import Tls
 from serving.commands.connection import TlsOf, say, takes_tls
 from serving.errors import ConfigurationError
+from serving.files import is_utf8
 from serving.requests.input_forms import Nulls
 from serving.requests.streams import STREAM_TIMEOUT_S
 from serving.terminal.app import err, out, progress_bar
@@ -101,6 +102,8 @@ def _source(bundle: Path | None, server: str | None, model: str | None, tls: Tls
         return BundleSource(bundle)
     assert server is not None  # noqa: S101
     assert model is not None  # noqa: S101
+    if not is_utf8(model):
+        raise ConfigurationError(f"--model {model!r}: expected a name in UTF-8")
     return ServerSource(server, model, tls, timeout_s)
 
 
