@@ -32,7 +32,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("engine", "before"), [("ray", RAY), ("spark", "")])
+@pytest.mark.parametrize(("engine", "before"), [("ray", RAY), ("spark", "")], ids=["ray", "spark"])
 def test_the_scores_of_an_engine_are_those_of_the_command(
     engine: str, before: str, engines: Path, bundle: Path, day: Path, tmp_path: Path
 ) -> None:
