@@ -68,7 +68,7 @@ class Candidate:
     Attributes:
         call: sends a serialized request, and returns the serialized answer.
         messages: its requests.
-        process: of the server. Its children answer, too.
+        process: the server's process. Its children answer requests, too.
     """
 
     call: Callable[[bytes], bytes]

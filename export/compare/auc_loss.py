@@ -24,7 +24,7 @@ class PairedAuc:
 
     The interval is a paired bootstrap over rows: both AUCs are computed on the same resample, so that the luck of
     the rows, which both share, is not part of the loss (B. Efron and R. J. Tibshirani, An Introduction to the
-    Bootstrap, 1993, chapter 6). It is never narrower than what so many rows can tell.
+    Bootstrap, 1993, chapter 6). Its width has a lower bound that depends on the number of rows.
 
     Memory is 200 bytes for each row.
 

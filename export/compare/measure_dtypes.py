@@ -26,9 +26,9 @@ from serving.errors import ConfigurationError
 from serving.files import as_text
 
 EXACT = WeightDtype.FP32
-# Bundles are measured that are expected to lose up to so many times the limit.
+# A bundle is not measured if it is expected to lose more than this many times the limit.
 _HOPELESS = 4.0
-# A narrower bundle is recommended only if each label has at least so many rows: intervals of fewer are too narrow.
+# Fewest rows of each label with which a smaller bundle is recommended: with fewer, the intervals are too narrow.
 LEAST_ROWS = 10
 
 Show = Callable[[str, int, int], None]

@@ -207,8 +207,8 @@ def store_rows(
     with ExitStack() as stack:
         files = {rank: stack.enter_context(path.open("wb")).fileno() for rank, path in files_of_ranks.items()}
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        # In each thread: more would be more threads than cores. MKL, which sums squares, counts threads for itself in
-        # each thread until it is told, and sums differ in their last bits by that number.
+        # One in each thread: more would be more threads than cores. torch sets MKL's number of threads for the
+        # calling thread only. MKL sums the squares, and the last bits of a sum depend on that number.
         torch.set_num_threads(1)
         pool = stack.enter_context(ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)))
         store = partial(_store_block, files, weights, _scratches(trained, cores))

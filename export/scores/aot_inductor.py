@@ -21,8 +21,8 @@ from serving.lookup.aot_inductor import LIBRARY, OPERATORS, misfit
 INSTRUCTIONS = "x86-64-v3"
 # Removes debug information, which is most of the library. It is installed with every compiler.
 _STRIP = "strip"
-# The compiler is told the instructions: its default is whatever the exporting machine has. Servers have one thread.
-# Headers that torch compiles once and keeps stay in a folder that nobody removes.
+# The compiler's default instructions are the exporting machine's, so they are named here. Servers use one thread.
+# No precompiled headers: torch would keep them in a folder that is never removed.
 _OPTIONS = {
     "cpp.march": INSTRUCTIONS,
     "cpp.simdlen": 256,

@@ -32,7 +32,7 @@ class ModelInputs(NamedTuple):
 
 
 class BatchColumns:
-    """The columns of files by what they are for.
+    """Which columns of a file are inputs of the model, and which are kept.
 
     Args:
         inputs: of the model.

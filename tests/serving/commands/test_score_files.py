@@ -33,6 +33,11 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
+def scoring(day: Path, repository: Path, folder: Path) -> tuple[str, ...]:
+    """The command that scores a day by the ranker into the folder's `scores`."""
+    return ("score-files", str(day), "--bundle", str(repository / "ranker" / "1"), "--out", str(folder / "scores"))
+
+
 @pytest.fixture
 def day(tmp_path: Path) -> Path:
     return write_day(tmp_path / "day.parquet")
@@ -68,14 +73,7 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
         renamed = renamed.append_column(f"i{number}", pa.array(item[:, number]))
     day = write_day(tmp_path / "day.parquet", renamed)
     (tmp_path / "map.toml").write_text('x = "clicks"\nitem = ["i0", "i1"]\n')
-    command = (
-        "score-files",
-        str(day),
-        "--bundle",
-        str(repository / "ranker" / "1"),
-        "--out",
-        str(tmp_path / "scores"),
-    )
+    command = scoring(day, repository, tmp_path)
     done = tbe_serve(*command)
     assert done.returncode == 1
     assert "expected a column 'x' for the input 'x': name another in --columns, got the columns 'id'" in done.stderr
@@ -86,14 +84,7 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
 def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
     table = day_table(10)
     day = write_day(tmp_path / "day.parquet", table.set_column(2, "x", pa.array([[50], *[[]] * 9])))
-    command = (
-        "score-files",
-        str(day),
-        "--bundle",
-        str(repository / "ranker" / "1"),
-        "--out",
-        str(tmp_path / "scores"),
-    )
+    command = scoring(day, repository, tmp_path)
     done = tbe_serve(*command)
     assert done.returncode == 1
     assert f"{day}: row group 0, row 0: feature 'x': expected an id in [0, 50), got 50" in done.stderr
