@@ -19,7 +19,7 @@ from serving.engine import Engine  # noqa: F401  children would import it
 
 
 def main(bundle: Path, day: Path, folder: Path, kills: int) -> None:
-    """Kill runs until so many are killed. A run into an output that is finished begins another output."""
+    """Kill runs until so many are killed. A killed run is started again; the one after a whole run has another output."""
     scored = mmap.mmap(-1, 8)  # shared with children
 
     def rows() -> int:
@@ -35,10 +35,12 @@ def main(bundle: Path, day: Path, folder: Path, kills: int) -> None:
             new = done - done_before[-2] if len(done_before) > 1 else 0
             scored[:8] = (rows() + new).to_bytes(8, "little")
 
+        status = 1
         try:
             score_files(BundleSource(bundle), [str(day)], out, keep=["id"], progress=progress)
+            status = 0
         finally:
-            os._exit(0)
+            os._exit(status)
 
     begun = time.monotonic()
     os.waitpid(start(folder / "whole"), 0)
@@ -54,7 +56,7 @@ def main(bundle: Path, day: Path, folder: Path, kills: int) -> None:
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
         drafts += bool([*folder.glob(".scores-*.scoring/scores/.*")])
-        output += out.exists()
+        output += status == 0
     os.waitpid(start(folder / f"scores-{output}"), 0)
     report = {"once": once, "rows": rows() - once, "outputs": output + 1, "killed": killed, "drafts": drafts}
     print(json.dumps(report))
