@@ -87,7 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer workloads; nothing is written")
     parser.add_argument("--only", metavar="PART", help="this part alone, such as 'whole models'; nothing is written")
+    parser.add_argument(
+        "--replace", action="store_true", help="with --only: write the part in place of the last whole run's"
+    )
     arguments = parser.parse_args()
+    if arguments.replace and (arguments.only is None or arguments.quick):
+        parser.error("--replace: expected --only PART, without --quick")
     end_together()
     quick = arguments.quick
     parts = [part for part in (QUICK if quick else ALL) if arguments.only in (None, part[0])]
@@ -103,8 +108,10 @@ def main() -> None:
             results += run(workload, Path(folder) / str(number))
     console.print(_table(results))
     console.print(f"took {time.monotonic() - started:.0f} s")
-    if not quick and arguments.only is None:
-        console.print(f"written {_write(results, quietness.activity()).relative_to(Path.cwd())}")
+    if arguments.replace or (not quick and arguments.only is None):
+        report = _report(results, quietness.activity())
+        written = _replace(arguments.only, report) if arguments.replace else _write(report)
+        console.print(f"written {written.relative_to(Path.cwd())}")
         console.print(f"written {document.write(RESULTS / 'latest.json').relative_to(Path.cwd())}")
 
 
@@ -117,30 +124,52 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _write(results: list[Result], other_activity: dict[str, Any]) -> Path:
-    """`<date>-<machine>.json`, and the link `latest.json` to it. `other_activity`: as `Quietness.activity`."""
-    about = machine()
-    report = {
+def _report(results: list[Result], other_activity: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a run, when and where it was made. `other_activity`: as `Quietness.activity`."""
+    return {
         "command": "make bench",
-        **about,
+        **machine(),
         "others": other_activity,
         "results": {result.name: result.value for result in results if not result.is_ratio and not result.note},
         "ratios": {result.name: result.value for result in results if result.is_ratio},
         "spreads": {result.name: result.spread for result in results if result.spread is not None},
         "absent": {result.name: result.note for result in results if result.note},
     }
-    cpu = re.sub(r"[^a-z0-9]+", "-", f"{about['machine']['cpu']} {about['machine']['cores']} cores".lower()).strip(
-        "-"
-    )
-    path = RESULTS / f"{about['date'][:10]}-{cpu}.json"
+
+
+def _write(report: dict[str, Any]) -> Path:
+    """`<date>-<machine>.json`, and the link `latest.json` to it."""
+    name = f"{report['machine']['cpu']} {report['machine']['cores']} cores".lower()
+    path = RESULTS / f"{report['date'][:10]}-{re.sub(r'[^a-z0-9]+', '-', name).strip('-')}.json"
     RESULTS.mkdir(exist_ok=True)
-    with replacing(path) as file:
-        file.write(json.dumps(report, indent=1).encode() + b"\n")
+    _save(report, path)
     link = RESULTS / "latest.new"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
     os.replace(link, RESULTS / "latest.json")
     return path
+
+
+def _replace(part: str, report: dict[str, Any]) -> Path:
+    """Put the numbers of one part into the last whole run's file, which says when the part was measured."""
+    path = (RESULTS / "latest.json").resolve(strict=True)
+    whole = json.loads(path.read_text())
+    for field in ("cpu", "cores"):
+        if report["machine"][field] != whole["machine"][field]:
+            raise SystemExit(
+                f"{path}: expected a run on this machine, {field} {report['machine'][field]}, "
+                f"got {whole['machine'][field]}: run `make bench`"
+            )
+    for kind in ("results", "ratios", "spreads", "absent"):
+        whole[kind] |= report[kind]
+    whole.setdefault("parts", {})[part] = {field: report[field] for field in ("date", "versions", "others")}
+    _save(whole, path)
+    return path
+
+
+def _save(report: dict[str, Any], path: Path) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(report, indent=1).encode() + b"\n")
 
 
 if __name__ == "__main__":

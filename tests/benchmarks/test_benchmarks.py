@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from benchmarks import document, peers_hosts
 from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
@@ -92,3 +93,24 @@ def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
         ticks = [label.get_text() for label in (*axes.get_xticklabels(), *sides)]
         assert any(ticks)
         assert not any("mathdefault" in tick for tick in ticks), ticks  # as powers of ten are
+
+
+def test_a_part_that_is_measured_again_takes_the_place_of_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = json.loads(LATEST.read_text())
+    (tmp_path / "a-run.json").write_text(json.dumps(whole))
+    (tmp_path / "latest.json").symlink_to("a-run.json")
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
+    name = next(iter(whole["ratios"]))
+    report = whole | {"date": "2031-02-03T04:05:06+00:00", "results": {}, "ratios": {name: 123.0}}
+    assert benchmarks._replace("whole models", report) == tmp_path / "a-run.json"
+    merged = json.loads((tmp_path / "latest.json").read_text())
+    assert merged["ratios"] == whole["ratios"] | {name: 123.0}
+    assert merged["results"] == whole["results"]
+    assert merged["date"] == whole["date"]
+    assert 'The part "whole models" was measured on 2031-02-03' in document.render(merged, "a-run.json")
+    elsewhere = report | {"machine": report["machine"] | {"cores": 4096}}
+    with pytest.raises(SystemExit, match="expected a run on this machine, cores 4096"):
+        benchmarks._replace("whole models", elsewhere)
+    assert json.loads((tmp_path / "latest.json").read_text()) == merged
