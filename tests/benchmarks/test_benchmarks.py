@@ -109,7 +109,7 @@ def test_a_part_that_is_measured_again_takes_the_place_of_its_numbers(
     assert merged["ratios"] == whole["ratios"] | {name: 123.0}
     assert merged["results"] == whole["results"]
     assert merged["date"] == whole["date"]
-    assert 'The part "whole models" was measured on 2031-02-03' in document.render(merged, "a-run.json")
+    assert '* "whole models" on 2031-02-03' in document.render(merged, "a-run.json")
     elsewhere = report | {"machine": report["machine"] | {"cores": 4096}}
     with pytest.raises(SystemExit, match="expected a run on this machine, cores 4096"):
         benchmarks._replace("whole models", elsewhere)
