@@ -199,7 +199,7 @@ def from_status(code: str, message: str) -> ServingError:
 # The most characters of an error that travels.
 MOST = 1000
 _MOST_OF_A_NAME = 100
-_MOST_NAMES = 3
+_MOST_LISTED = 3
 
 
 def shown(text: str, most: int = MOST) -> str:
@@ -211,12 +211,17 @@ def shown(text: str, most: int = MOST) -> str:
     return printable if len(printable) <= most else f"{printable[: most - 1]}…"
 
 
-def listed(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    all_names = [*names]
-    first = ", ".join(shown(name, _MOST_OF_A_NAME) for name in all_names[:_MOST_NAMES])
-    more = len(all_names) - _MOST_NAMES
+def listed(texts: Iterable[str], most: int = _MOST_LISTED) -> str:
+    """The first few texts, and how many more there are."""
+    all_texts = [*texts]
+    first = ", ".join(shown(text, _MOST_OF_A_NAME) for text in all_texts[:most])
+    more = len(all_texts) - most
     return first if more <= 0 else f"{first} and {more} more"
+
+
+def quoted(names: Iterable[str]) -> str:
+    """The first eight names, in quotes, and how many more there are."""
+    return listed(map(repr, names), most=8)
 
 
 def _escaped(character: str) -> str:

@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from serving.errors import ConfigurationError
+from serving.errors import ConfigurationError, quoted
 from serving.files import read_file
-from serving.requests.schema import listed
 
 # What happens to a row that the model refuses.
 OnError = Literal["fail", "skip"]
@@ -47,7 +46,7 @@ class BatchColumns:
     def __init__(self, inputs: ModelInputs, names: Mapping[str, str | Sequence[str]], keep: Sequence[str]) -> None:
         weights = [f"{key}{_WEIGHTS}" for key in inputs.weighted]
         if unknown := [name for name in names if name not in (*inputs.keys, *weights, *inputs.dense)]:
-            expected = listed((*inputs.keys, *weights, *inputs.dense))
+            expected = quoted((*inputs.keys, *weights, *inputs.dense))
             raise ConfigurationError(f"columns: {unknown[0]!r}: expected an input of the model, one of {expected}")
         for name, column in names.items():
             if not isinstance(column, str) and name not in inputs.dense:
@@ -103,7 +102,7 @@ class BatchColumns:
 
     def _expect_column(self, path: str, schema: Any, column: str, what_for: str) -> None:
         if (count := schema.names.count(column)) != 1:
-            got = f"{count} of this name" if count else f"the columns {listed(schema.names)}"
+            got = f"{count} of this name" if count else f"the columns {quoted(schema.names)}"
             raise ConfigurationError(f"{path}: expected a column {column!r} for {what_for}, got {got}")
 
 

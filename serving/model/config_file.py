@@ -245,15 +245,14 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
     if manifest.part_of is None:  # a router does not ask its hosts for these
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
         config.output.add(name=SHARED, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
-    keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),
         "dims": ",".join(str(table.dim) for table in manifest.feature_tables),
         "weighted": ",".join(manifest.weighted_keys),
         OURS: manifest.schema_digest,
     }
-    if len(manifest.keys) < len(keys):
-        parameters["keys"] = ",".join(keys)
+    if any(feature.key != feature.name for feature in manifest.features):
+        parameters["keys"] = ",".join(feature.key for feature in manifest.features)
     if manifest.part_of is None:
         parameters["tables"] = ",".join(feature.table for feature in manifest.features)
         tables = zip(manifest.features, manifest.feature_tables, strict=True)

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import ConfigurationError, InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest, quoted
 from serving.requests.arrow_columns import ArrowStream
 from serving.requests.frames import columns_of, is_frame
 from serving.requests.input_forms import FeatureInput, Nulls, convert_ids
 from serving.requests.limits import RequestLimits, check_size
 from serving.requests.objects import INTEGERS, array_of, leaves
-from serving.requests.schema import listed
 from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
 
 
@@ -86,7 +85,7 @@ def encode(
         ConfigurationError: `nulls` is another word.
     """
     if nulls not in get_args(Nulls):
-        raise ConfigurationError(f"nulls: expected one of {listed(get_args(Nulls))}, got {nulls!r:.80}")
+        raise ConfigurationError(f"nulls: expected one of {quoted(get_args(Nulls))}, got {nulls!r:.80}")
     shared = _names(shared)
     if is_frame(features):
         features = _of_frame(features, weighted, keys)
@@ -230,7 +229,7 @@ class _Column(NamedTuple):
 def _of_frame(frame: Any, weighted: Collection[str], keys: Collection[str] | None) -> dict[str, Any]:
     columns = columns_of(frame, keys, weighted)
     if not columns and keys is not None:
-        raise InvalidRequest(f"features: expected a column for at least one of {listed([*keys])}, got none")
+        raise InvalidRequest(f"features: expected a column for at least one of {quoted(keys)}, got none")
     return columns
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from serving.errors import InvalidRequest, Reason
+from serving.errors import InvalidRequest, Reason, quoted
 from serving.requests.offsets import bag_offsets, bounds_of, concatenate
-from serving.requests.schema import listed, shortened
+from serving.requests.schema import shortened
 from serving.requests.types import Ids, KjtRequest, Lengths, Mask, Tensors
 
 # Most requests have one of few numbers of samples, and a call answers at most 64 of them by default.
@@ -57,10 +57,10 @@ def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[st
         return None
     for name in shared:
         if name not in keys and name not in dense:
-            one_of = listed((*keys, *dense))
+            one_of = quoted((*keys, *dense))
             raise InvalidRequest(f"once: {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if len(set(shared)) < len(shared):
-        raise InvalidRequest(f"once: expected each name once, got {listed([*shared])}", Reason.FEATURES)
+        raise InvalidRequest(f"once: expected each name once, got {quoted(shared)}", Reason.FEATURES)
     mask = np.array([key in shared for key in keys])
     return mask if mask.any() else None
 
@@ -88,7 +88,7 @@ def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id
         alone = f"{single} for the keys that come once, and " if single else ""
         raise InvalidRequest(
             f"lengths: expected {alone}a multiple of {unshared}, one length for each sample of each feature "
-            f"({listed(keys)}), got {bags}",
+            f"({quoted(keys)}), got {bags}",
             Reason.LENGTHS,
         )
     return samples

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput, DensePart, JaggedKind
 from serving.bundle.tables import DefaultRow, IdPolicy
-from serving.errors import InvalidRequest, Reason
+from serving.errors import InvalidRequest, Reason, quoted
 from serving.requests.id_maps import IdMaps
 from serving.requests.offsets import index_of_ranges
 
@@ -295,10 +295,10 @@ def _expect_names(what: str, names: tuple[str, ...], valid_names: tuple[str, ...
     there = {*valid_names}
     for name in names:
         if name not in there:
-            one_of = listed(tuple(dict.fromkeys(valid_names)))
+            one_of = quoted(dict.fromkeys(valid_names))
             raise InvalidRequest(f"{what} {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if not names:
-        one_of = listed(tuple(dict.fromkeys(valid_names)))
+        one_of = quoted(dict.fromkeys(valid_names))
         raise InvalidRequest(f"{what}s: expected at least one of {one_of}, got none", Reason.FEATURES)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -318,12 +318,6 @@ def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:
         "first_weights": np.where(counts > 0, np.cumsum(counts) - counts, -1),
         "longest_bags": np.where(counts > 0, counts, _ANY_LENGTH),
     }
-
-
-def listed(names: Sequence[str]) -> str:
-    """`names` for a message: the first eight, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
 def shortened(name: str) -> str:

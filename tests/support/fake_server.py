@@ -3,12 +3,18 @@
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
+
+# gRPC shares a connection between clients with one address and the same options. A client of a server that has stopped,
+# and that no test closed, would fail the calls of a new client to a server that was given the same port. So each server
+# has an address of its own.
+_HOSTS = (f"127.77.{number >> 8 & 255}.{number & 255}" for number in count(1))
 
 
 class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -39,7 +45,9 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 
 @contextmanager
-def serving(fake: FakeServer, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def serving(fake: FakeServer, host: str | None = None, port: int = 0) -> Iterator[str]:
+    """Serve on a port of a host, by default one of this machine that no other server of this process had."""
+    host = next(_HOSTS) if host is None else host
     options = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),

@@ -12,6 +12,7 @@ from serving.client import LookupClient, Retries
 from serving.client.connection import Connection
 from serving.client.proxies import may_be_proxied, proxy_note
 from serving.errors import ServerUnavailable
+from tests.support.fake_server import FakeServer, serving
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 
@@ -53,13 +54,14 @@ def proxy() -> Iterator[Refusing]:
 
 @pytest.mark.parametrize("variable", PROXIES)
 def test_this_machine_is_not_asked_through_a_proxy(
-    variable: str, proxy: Refusing, address: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, proxy: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, proxy.url)
-    port = address.rpartition(":")[2]
-    for asked in (address, f"localhost:{port}", f"dns:///localhost:{port}", [address, f"localhost:{port}"]):
-        with LookupClient(asked, "m", 20) as client:
-            assert client.lookup({"x": [[1]]}).version == 7
+    with serving(FakeServer(), "127.0.0.1") as address:
+        port = address.rpartition(":")[2]
+        for asked in (address, f"localhost:{port}", f"dns:///localhost:{port}", [address, f"localhost:{port}"]):
+            with LookupClient(asked, "m", 20) as client:
+                assert client.lookup({"x": [[1]]}).version == 7
     assert proxy.asked == []
 
 

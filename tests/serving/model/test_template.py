@@ -3,11 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from serving.bundle.load import open_bundle
+from serving.client.model_info import info_of
+from serving.model.config_file import model_config
+from serving.model.settings import ServingSettings
+
 
 def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
-    from google.protobuf import text_format
-    from tritonclient.grpc import model_config_pb2
-
     def parse(name: str) -> Any:
         return text_format.Parse((repository / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
 
@@ -21,3 +27,16 @@ def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
     assert all(each.string_value for name in ("mixed", "weighted") for each in parse(name).parameters.values())
     assert [each.name for each in parse("weighted").input] == ["values", "lengths", "weights"]
     assert parse("half").output[0].data_type == model_config_pb2.TYPE_FP16
+
+
+def test_a_key_that_one_feature_reads_under_another_name_is_a_key(mixed: Path) -> None:
+    """Our exports give such a feature its key's name. The format does not ask that of other writers."""
+    manifest = open_bundle(mixed).manifest
+    first, *others = manifest.features
+    manifest = msgspec.structs.replace(
+        manifest, features=(msgspec.structs.replace(first, shared_key="user"), *others)
+    )
+    config = text_format.Parse(model_config("m", manifest, ServingSettings()), model_config_pb2.ModelConfig())
+    keys = info_of(config).keys
+    assert keys["user"] == ("user_id",)
+    assert [*keys] == [*manifest.keys]
