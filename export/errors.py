@@ -14,7 +14,7 @@ A setting that cannot be used is a `serving.errors.ConfigurationError` instead.
 import re
 from collections.abc import Callable, Iterator
 
-# TorchScript marks a part of a line in the next one. The innermost step comes first, those that called it behind.
+# TorchScript marks a part of a line in the next one. The innermost step comes first, its callers after it.
 _MARKED = re.compile(r"^(.*)\n *~+ <--- HERE", re.MULTILINE)
 # torch.fx frees what is not needed any more in the same line.
 _FORGOTTEN = re.compile(r";( +\w+ =)+ None.*$")
@@ -68,7 +68,7 @@ def compiler_line(error: Exception, line_of: Callable[[str], str] = lambda _: ""
 
 
 def last_line(error: Exception) -> str:
-    """The last line of what an error of other code says, or its class: there it comes behind a trace."""
+    """The last line of the message of another library's error, where traces come first; or its class."""
     return next(iter([*_lines(error)][::-1]), type(error).__name__)
 
 

@@ -75,7 +75,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return callable(value)
     if _is_of_mappings(kind):
         return isinstance(value, origin) and not any(_misfits("", value, kind))
-    # A string is a sequence of strings; nobody means that.
+    # A string is a sequence of strings, but it is never meant as one.
     return isinstance(value, origin) and not isinstance(value, str) and all(_fits(item, parts[0]) for item in value)
 
 

@@ -1,8 +1,8 @@
 """Deltas in an object store: the same files under the same names as in a folder, such as s3://bucket/models.deltas/….
 
-A folder of this machine has those that are needed here. Who publishes creates each under a number that the store has
-not, signatures first. Who serves asks for what lies behind the last one that is here. A delta that was removed from
-the store, or replaced there, is removed or replaced here, too: one is known by its size, time and ETag.
+A local folder has copies of the deltas that this machine needs. A publisher creates each delta under a new number,
+its signature first. A server fetches the deltas after the last one in its folder. If a delta is removed from the
+store or replaced there, the local copy is also removed or replaced. Size, time and ETag identify a delta's content.
 """
 
 import os
@@ -68,7 +68,7 @@ class DeltaStore(Store):
         url: such as s3://bucket/models.deltas.
 
     Attributes:
-        folder: has those that are here, as any folder of deltas.
+        folder: the local copies, laid out as in any folder of deltas.
 
     Raises:
         ConfigurationError: as `Store`; or there is no place for the folder.
@@ -84,9 +84,9 @@ class DeltaStore(Store):
         super().__init__(url)
 
     def bring(self, model: str, lineage: str, after: int, *, all_files: bool = False) -> set[str]:
-        """Make the deltas of a lineage behind the number `after` what they are in the store.
+        """Make the local deltas of a lineage after the number `after` equal to the store's.
 
-        Those that were removed there because they are squashed stay here: a copy of the rows may be at one of them.
+        Deltas that the store removed because it has a squashed one stay here: a live copy may be at one of them.
 
         Args:
             model, lineage, after: which.
@@ -103,7 +103,7 @@ class DeltaStore(Store):
         folder = self.folder / model / lineage
         with _writing(folder):
             # Before the store is asked: another process may publish meanwhile, and have that here at once.
-            local = {name: _state_of(folder / name) for name in files_in(folder) if _is_behind(name, after)}
+            local = {name: _state_of(folder / name) for name in files_in(folder) if _is_after(name, after)}
             stored = self._listed(model, lineage, after)
             needed = {*stored} if all_files else {*needed_files(stored, after)}
             new = sorted(name for name in needed if local.get(name) != stored[name])
@@ -143,12 +143,12 @@ class DeltaStore(Store):
         with _writing(folder):
             last = reached(steps_in(folder), lineage.since)
         changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
-        # Is the last another, those before it may be, too.
+        # If the last delta was replaced, earlier ones may have been, too.
         if last > lineage.since and any(int(name[:12]) == last for name in changed):
             self.bring(lineage.model, lineage.name, lineage.since)
 
     def refresh_all(self, model: Path) -> None:
-        """Bring what is missing or other of the lineages of a model, by its folder in a repository.
+        """Fetch the missing and the replaced deltas of a model's lineages, by its folder in a repository.
 
         Raises:
             As `bring` and `lineages`.
@@ -157,13 +157,13 @@ class DeltaStore(Store):
             self.bring(lineage.model, lineage.name, lineage.since)
 
     def add(self, files: Sequence[tuple[Path, bytes]]) -> bool:
-        """Publish a delta: its signature if there is one, then itself. They are here, too, then.
+        """Publish a delta: its signature, if any, then the delta. Copies are kept here.
 
         Args:
             files: their paths here and contents; the delta is the last.
 
         Returns:
-            Whether it was. False: the store has a delta of the number.
+            Whether it was published. False: the store has a delta with this number.
 
         Raises:
             ServerUnavailable: the store cannot be reached, or refuses access.
@@ -213,14 +213,14 @@ class DeltaStore(Store):
                 (self.folder / model / lineage / name).unlink(missing_ok=True)
 
     def _listed(self, model: str, lineage: str, after: int) -> dict[str, _FileState]:
-        """The files of the deltas of a lineage behind a number, by name."""
+        """The files of the deltas of a lineage after a number, by name."""
         prefix = f"{model}/{lineage}"
         files = {}
         with self._asking(prefix):
             last = delta_path(Path(prefix), after).as_posix()
             for entry in (entry for part in self._obstore.list(self._small, prefix, offset=last) for entry in part):
                 name = entry["path"].rpartition("/")[2]
-                if entry["path"] == f"{prefix}/{name}" and _is_behind(name, after):
+                if entry["path"] == f"{prefix}/{name}" and _is_after(name, after):
                     tag = zlib.crc32(str(entry["e_tag"]).encode()) % 1_000_000
                     seconds = int(entry["last_modified"].timestamp())
                     files[name] = _FileState(entry["size"], seconds * 1_000_000 + tag)
@@ -235,7 +235,7 @@ class DeltaStore(Store):
 
 
 def store_of(deltas: Path | str | None) -> DeltaStore | None:
-    """The store of deltas that lie at a URL. None: they lie in a folder, or nobody said where.
+    """The store of deltas at a URL. None: they are in a folder, or no place was named.
 
     Raises:
         ConfigurationError: as `DeltaStore`.
@@ -294,8 +294,8 @@ def _lineage(version: Path) -> tuple[str, int]:
     return lineage_of(bundle.digest, bundle.manifest.compacted), bundle.manifest.sequence
 
 
-def _is_behind(name: str, after: int) -> bool:
-    """Whether that is the name of a delta behind a number, or of the signature of one."""
+def _is_after(name: str, after: int) -> bool:
+    """Whether a file is a delta after a number, or the signature of one."""
     step = owner_of(name)
     return step is not None and step.sequence > after
 

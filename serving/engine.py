@@ -48,7 +48,7 @@ from serving.tables.table_files import TableFiles
 
 # Addresses of each host of a router's plan, by its number; see `HostsConfig`.
 Addresses = Mapping[int, str | Sequence[str]]
-# The outcome of a request: its outputs, or why there are none.
+# The outcome of a request: its outputs, or the error.
 Outcome = Outputs | ServingError
 
 
@@ -232,7 +232,7 @@ class Engine(Closing):
         self.ranks.close()
         self.table_files.close()
 
-    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the forms that they stand for.
+    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the long unions.
 
     def lookup(
         self, features: "Features", *, shared: Collection[str] = (), nulls: Nulls = "refuse"

@@ -174,7 +174,7 @@ def _open_folder(path: Path) -> int:
 
 @contextmanager
 def locked_file(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing. Others who want it wait, unless all want it `shared`.
+    """Hold the lock of a file, which is made if it is missing. Others wait for it, unless all want it `shared`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -194,7 +194,7 @@ def sync_tree(root: Path) -> None:
 
 
 def make_content(path: Path, content: bytes | None) -> None:
-    """Make `content` that of a file, if it is not. None: there is to be no such file."""
+    """Write `content` to a file, unless it has it already. None: remove the file."""
     if content is None:
         if path.exists():  # a file system that can only be read refuses to remove what is not there
             path.unlink()
@@ -246,7 +246,7 @@ def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterato
     Args:
         path: where it is then.
         mode: its permissions.
-        is_new: whether nothing may be there: of several who write at once, one does.
+        is_new: whether the file must not exist. If several write at once, one succeeds.
 
     Raises:
         FileExistsError: something is there that must not be.

@@ -198,7 +198,7 @@ class Output:
     Args:
         source: the pipe that the server writes to.
         log: takes every line.
-        name: of who says it.
+        name: of the program that writes them.
     """
 
     def __init__(self, source: BinaryIO, log: logging.Logger, name: str = "triton") -> None:

@@ -30,7 +30,7 @@ def remapped(table: Table, id_map: IdMap, known_rows: Mapping[int, int], ids: Id
 
 
 def _row_of_other(table: Table, id_map: IdMap, id_: int) -> int:
-    """The row that an id reads which is not known: the last one, or that of its hash, as FBGEMM's
+    """The row that an unknown id reads: the last one, or the row of its hash, as FBGEMM's
     `zero_collision_hash` computes it."""
     if id_map.hashed is None:
         return table.rows - 1

@@ -146,7 +146,7 @@ class Store:
 
     def _fill(self, draft: Path, name: str, text: bytes, progress: Progress) -> None:
         path = draft / MANIFEST
-        recorded = self.read(f"{name}/{TAKEN}")  # who copied a folder by other means made none
+        recorded = self.read(f"{name}/{TAKEN}")  # a folder that was copied by other means has none
         if recorded is not None and recorded.strip() != hashlib.sha256(text).hexdigest().encode():
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
         files = parse_manifest(path, text).files
@@ -207,7 +207,7 @@ class Store:
         """Bring a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures.
 
         Raises:
-            ConfigurationError: the store has no settings that can be read. Those of the folder stay.
+            ConfigurationError: the store has no settings that can be read. The folder's settings stay.
         """
         contents = {name: self.read(f"{model}/{name}") for name in SETTINGS}
         if (config := contents[CONFIG]) is None:
@@ -290,9 +290,9 @@ class Store:
 
 
 def _for_small(prefix: str) -> dict[str, Any]:
-    """Settings for lists and small objects. A store that works answers each at once: one that hangs is known in time.
+    """Settings for lists and small objects. A working store answers at once: a short timeout finds one that hangs.
 
-    Whoever gives obstore settings of its client has to give those of the environment, too.
+    Settings that are passed to obstore's client replace the environment's, so these are repeated here.
     """
     plain = ("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "timeout")
     names = (*plain, "proxy_ca_certificate", "proxy_excludes", "proxy_url", "user_agent")

@@ -78,7 +78,7 @@ class JaggedLengths:
 
 
 def _original_offsets(node: Any) -> Any:
-    """The offsets that an operator took, if `node` is those that it returns beside its rows: (rows, [offsets])."""
+    """The offsets that an operator took, if `node` is its second result, of (rows, [offsets]). Else `node` itself."""
     if not isinstance(node, fx.Node) or node.target is not operator.getitem:
         return node
     source: Any

@@ -1,7 +1,7 @@
 """Statements of a model's code that check numbers and change none: `assert …`, and `if …: raise …`.
 
 torch.export cannot trace a condition that depends on the numbers of a request. The outcome of a check is known: it is
-that of the example, since a request that fails the check has no answer. A graph has no checks.
+the example's, since a request that fails the check has no answer. A graph has no checks.
 """
 
 import ast

@@ -54,7 +54,7 @@ def draw_bundles(study: DtypeStudy, width: float, keys: int) -> Figure:
 
 
 def draw_tables(study: DtypeStudy, width: float, keys: int) -> Figure:
-    """The AUC loss of each table alone in each dtype; of `MOST_TABLES` tables, those that lose most."""
+    """The AUC loss of each table alone in each dtype; the `MOST_TABLES` tables that lose most."""
     tables = sorted(study.tables, key=lambda table: -_largest_loss(study, table))[:MOST_TABLES]
     figure = Figure(figsize=(width, 1.6 + 0.36 * len(tables)), layout="constrained")
     axes = figure.subplots()

@@ -48,7 +48,7 @@ class Picture:
 
     Attributes:
         name: its file's name without the suffix.
-        alt: a description for readers who cannot see it.
+        alt: a description for blind readers.
         figure: the drawing.
     """
 

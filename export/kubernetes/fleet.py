@@ -21,7 +21,7 @@ from serving.tables.pages import HUGE_PAGE, in_huge_pages
 METRICS_FROM = "monitoring"
 # By digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.
 _IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}")
-# Names of namespaces are DNS labels, those of claims are labels joined by dots.
+# Namespaces are named by DNS labels, claims by labels joined by dots.
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 
 

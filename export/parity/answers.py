@@ -154,7 +154,7 @@ def answer_probe(
     Args:
         directory: of the bundle, published or not. It has a manifest.
         manifest: of the bundle.
-        program: the compiled program. None: there is none.
+        program: the compiled program, or None.
         fresh: another process.
         request: for scores; None: the bundle has no scores.
 
@@ -226,7 +226,7 @@ def answer_assembled(
     Args:
         directory: of the router's bundle, published or not. It need not have a manifest.
         router: its manifest, with the digests of its files.
-        program: its program, compiled. None: there is none.
+        program: its compiled program, or None.
         parts: the bundle of each rank that is on another host.
         fresh: another process.
         request: for scores; None: the bundle has no scores.

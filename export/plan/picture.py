@@ -120,7 +120,7 @@ def _draw_traffic(axes: Axes, report: PlanReport) -> None:
 
 
 def _draw_transfers(axes: Axes, report: PlanReport) -> None:
-    """A line for each host: to the left the bytes of ids that it gets, to the right those of sums that it sends."""
+    """A line for each host: bytes of ids that it gets to the left, bytes of sums that it sends to the right."""
     hosts = [rank.host for rank in report.ranks[1:]]
     _draw_direction(axes, report, hosts, lambda transfer: -transfer.to_host_bytes)
     _draw_direction(axes, report, hosts, lambda transfer: transfer.to_router_bytes)

@@ -26,7 +26,7 @@ from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, read_file
 from serving.tables.pages import HUGE_PAGE
 
-# A shard of at least so many bytes starts at a huge page. The unused bytes before it are at most 3 % of it.
+# A shard of at least this many bytes starts at a huge page. The unused bytes before it are at most 3 % of it.
 _LARGE = 32 * HUGE_PAGE
 
 

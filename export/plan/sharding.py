@@ -55,7 +55,7 @@ AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"
 _TYPES = tuple(kind.value for kind in ShardingType)
 CHOICES = (AUTO, AUTO_SIMPLE, *_TYPES)
-# What a router's own rank can hold where nobody says. It is the same on every machine: hosts are others.
+# The default memory of a router's own rank, in bytes. It is the same on every machine, unlike a host's.
 ROUTER_BYTES = 1_000_000_000
 # The settings that an explicit plan has itself.
 _SAID_BY_A_PLAN = (

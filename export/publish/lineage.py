@@ -61,7 +61,7 @@ class LineageFolder(NamedTuple):
 
     Attributes:
         since: the number of the last delta in the version's own rows, so that the folder needs none up to it.
-        store: the store of the deltas, of which the folder has those that this machine needed. None: the folder has
+        store: the store of the deltas. The folder has the ones that this machine needed. None: the folder has
             all of them.
     """
 
@@ -314,7 +314,7 @@ class Lineage:
                     folder.write(missing, {}, key)
                 if folder.write(sequence, rows, key) is None:
                     raise PublishError(
-                        f"{folder.path}: another writer took number {sequence}: of a model on hosts, all who publish "
-                        "have to share a file system with locks; those who publish in a store, a machine"
+                        f"{folder.path}: another writer took number {sequence}: all writers of a model on hosts "
+                        "must share a file system with locks, or one machine if they publish in a store"
                     )
         return delta_path(self.folder.path, sequence)

@@ -165,7 +165,7 @@ class StoredRows:
 
     Attributes:
         table: its name.
-        stop: all rows below this one are written, of those that are stored at all.
+        stop: all stored rows below this one are written.
         error: of these rows.
         elements: the number of elements in the rows since the last time.
     """

@@ -143,7 +143,7 @@ class CoarseRows:
         count: their number.
         first: the first of them.
         lost: how far the worst of those moved that moved by more than a quarter of their own largest element.
-        lost_row: which row that is; None: there are none.
+        lost_row: which row that is, or None.
         usual: the largest error of an element of any other row.
     """
 
@@ -155,7 +155,7 @@ class CoarseRows:
 
     @classmethod
     def of(cls, numbers: npt.NDArray[np.int64], moved: Doubles, magnitudes: Doubles, usual: float) -> Self:
-        """Those of a block: their numbers, how far they moved and their largest |element|, [k] each."""
+        """The coarse rows of a block: their numbers, how far they moved, and their largest |element|, [k] each."""
         rows = cls(count=len(numbers), first=int(numbers[0]) if len(numbers) else None, usual=usual)
         lost = np.where(moved > magnitudes / 4, moved, 0.0)
         if lost.any():
@@ -163,7 +163,7 @@ class CoarseRows:
         return rows
 
     def join(self, later: "CoarseRows") -> None:
-        """Add those of rows after these."""
+        """Add the coarse rows of later rows."""
         self.count += later.count
         self.first = later.first if self.first is None else self.first
         if later.lost > self.lost:
@@ -189,7 +189,7 @@ class CoarseRows:
         return f"row {self.lost_row} is too small for its scale and numbers in FP16, and moves by {self.lost:.3g}"
 
     def note(self, dtype: WeightDtype) -> str | None:
-        """What to know about them, in words; None: there are none."""
+        """What to know about them, in words, or None."""
         if self.first is None:
             return None
         rows = (

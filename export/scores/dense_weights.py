@@ -27,7 +27,7 @@ def with_weights(
     """A copy of a dense subgraph on the CPU, with the weights that serve.
 
     Args:
-        subgraph: has all weights but those of its collections.
+        subgraph: has all weights except its collections'.
         path: of its model in the module that the caller passed.
         collections: paths of the collections. A forward may read a table of a collection directly.
         checkpoint: has the weights of the collections. None: the model has them itself.

@@ -33,7 +33,7 @@ def run_dense_part(model: nn.Module, module: Forward, subgraph: DenseSubgraph, i
     Raises:
         ModelError: the dense part cannot be run, or an output has another number of rows.
     """
-    failure = f"its forward cannot be run for {inputs.samples} samples behind its collections"
+    failure = f"its forward cannot be run for {inputs.samples} samples after its collections"
     with torch.no_grad(), quiet(), model_errors(model, failure):
         answer: list[Tensor] = list(module(*(tensor.clone() for tensor in inputs.tensors(subgraph.jagged))))
     for name, output in zip(subgraph.output_names, answer, strict=True):
@@ -85,7 +85,7 @@ def expect_model_scores(
                 "(enable_nested_tensor=False)"
             )
             raise ParityError(
-                f"{type(model).__name__}: output {name!r}: what follows the collections answers otherwise than the "
+                f"{type(model).__name__}: output {name!r}: what follows the collections answers differently from the "
                 f"model, by {largest_difference(scores[name], numbers):.3g}, where the largest |number| is "
                 f"{scale_of(numbers):.3g}: {cause}: {WAY_OUT}"
             )

@@ -172,7 +172,7 @@ class _Candidate:
         return "".join(f"{name}." for name in self.path)
 
     def order(self) -> tuple[int, int, tuple[str, ...]]:
-        """A key to sort candidates by: those that lack few keys first, then those with short prefixes."""
+        """A key to sort candidates by: fewest missing keys first, then shortest prefix."""
         return len(self.missing), len(self.path), self.path
 
 
@@ -233,7 +233,7 @@ def _candidate(saved: Saved, path: tuple[str, ...], node: _Node, model_root: _No
 
 
 def _match(model: _Node, node: _Node, keys: dict[str, str]) -> None:
-    """Add to `keys` the keys of `node` that are those of `model`. A wrapper that only one of them has is skipped."""
+    """Add to `keys` the keys that `node` and `model` share. A wrapper that only one of them has is skipped."""
     if model.key is not None and node.key is not None:
         keys[model.key] = node.key
     if common := model.children.keys() & node.children.keys():
@@ -326,7 +326,7 @@ def _unexpected(chosen: _Candidate, model: ModelKeys) -> list[str]:
 
 
 def _bare(key: str) -> tuple[str, ...]:
-    """The names in a key, without those of wrappers."""
+    """The names in a key, without wrappers' names."""
     return tuple(name for name in key.split(".") if name not in WRAPPERS)
 
 

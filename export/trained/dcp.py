@@ -1,6 +1,6 @@
 """A torch.distributed.checkpoint folder, saved by any number of processes and read by one.
 
-The format is that of `torch.distributed.checkpoint.FileSystemWriter` (torch 2.13). The file `.metadata` says at which
+The format is `torch.distributed.checkpoint.FileSystemWriter`'s (torch 2.13). The file `.metadata` says at which
 bytes of which file each chunk of a tensor is. Each chunk is an archive of `torch.save`. Reading needs no process
 group, and never reads all of a chunk at once.
 

@@ -125,7 +125,7 @@ def find_collections(module: nn.Module, *, trace: bool = True) -> FoundCollectio
 
 
 def _rest_of_forward(module: nn.Module) -> str:
-    return f"{type(module).__name__}.forward behind its collections"
+    return f"{type(module).__name__}.forward after its collections"
 
 
 def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

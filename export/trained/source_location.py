@@ -44,7 +44,7 @@ def line_of_error(error: Exception) -> str:
 
 
 def current_line() -> str:
-    """The line of the model's code that is running: the innermost one that is not torch's; "" if there is none."""
+    """The line of the model's code that is running: the innermost one that is not torch's, or ""."""
     frames = traceback.extract_stack()
     ours = next((index for index, frame in enumerate(frames) if Path(frame.filename).is_relative_to(_OURS)), 0)
     for frame in reversed(frames[ours:]):  # the frames before called the export

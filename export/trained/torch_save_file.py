@@ -1,7 +1,7 @@
 """A file of `torch.save`: a zip archive with a pickle, which says where in the archive the numbers of each tensor
 are.
 
-The format is that of torch 1.6 to 2.13. A pickle is a program. It is read without running its code: a name in it
+The format is the one of torch 1.6 to 2.13. A pickle is a program. It is read without running its code: a name in it
 stays a name, and a call of a name makes a tensor, a dict, or a record of the object that the call would have made.
 Objects that are neither tensors nor dicts are skipped, so they do no harm.
 """

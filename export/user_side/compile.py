@@ -113,7 +113,7 @@ def compile_user_side(
         probes: inputs of the dense part, the usual ones first.
 
     Returns:
-        The programs, or why there are none: every request is then scored by the whole dense part.
+        The programs, or the reason why every request is scored by the whole dense part.
     """
     part = split.part
     if part.mixes_samples:

@@ -58,7 +58,7 @@ def cut_value(build: Builder, value: Value, dim: int, start: int, width: int) ->
 
 
 def take_slice(call: Call) -> Value | None:
-    """Every index of a range, along any dimension but that of the items."""
+    """Every index of a range, along any dimension but the items'."""
     value = call.value(0)
     if value is None or call.argument(4, 1) != 1:
         return None

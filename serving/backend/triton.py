@@ -121,7 +121,7 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
         torch.set_num_threads(settings.score_threads)
     recovered = parameters.get(RECOVERED)
     is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
-    # What served before serves again, whoever else is lost: requests that need no lost host are answered.
+    # A model that is loaded again serves even if hosts are lost: requests that need no lost host are answered.
     patience_s = _HOSTS_PATIENCE_S if recovered is None else None
     memory = WeightsMemory(settings.weights_memory)
     instances = sum(group["count"] for group in config["instance_group"])

@@ -27,7 +27,7 @@ from serving.requests.input_forms import Nulls
 
 # Called with the rows that are done, and all rows.
 RowsDone = Callable[[int, int], object]
-# Files of so many bytes are left out of the page cache.
+# Files of this size and more are left out of the page cache, in bytes.
 _LARGE_BYTES = 64 << 20
 
 

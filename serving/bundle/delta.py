@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from serving.bundle.signature import TrustedKeys
 
 FORMAT = "1"
-# Stands in a delta for its SHA-256 while that is computed.
+# Takes the place of a delta's SHA-256 while it is computed.
 NO_SHA256 = "0" * 64
 # The names of the two tensors of a table.
 IDS, ROWS = "/ids", "/rows"
@@ -49,7 +49,7 @@ IDS, ROWS = "/ids", "/rows"
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MOST_ROWS = 2**48
-# Most bytes of a file beside those of its rows, and those of a row's number.
+# The most bytes of a file without its rows, and the bytes of a row's number.
 _NAMES_BYTES, _ID_BYTES = 1 << 20, 8
 
 
@@ -60,7 +60,7 @@ def tables_in(tensors: Collection[str]) -> set[str] | None:
 
 
 def sha256_text(digest: str) -> bytes:
-    """How the SHA-256 of a delta stands in its header. Names hold no such text: their quotes are escaped."""
+    """How the header of a delta has its SHA-256. Names cannot contain this text: their quotes are escaped."""
     return f'"sha256":"{digest}"'.encode()
 
 
@@ -93,11 +93,11 @@ class Delta(NamedTuple):
     """A delta, or several that were squashed.
 
     Attributes:
-        sequence: its number; that of the last.
+        sequence: its number, or the last number of a squashed delta.
         written_at: when it was written, in Unix time.
         tables: changed rows by table.
         digest: its `sha256`.
-        last_digest: that of the last, `last_sha256`; its own if it is one.
+        last_digest: `last_sha256` of a squashed delta, else `digest`.
     """
 
     sequence: int
@@ -146,7 +146,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
         step: what it has to be.
 
     Raises:
-        BundleError: it is no delta, or not that one; its bytes are others than those that were written; or a row does
+        BundleError: it is not a delta, or not the expected one; its bytes changed since it was written; or a row does
             not fit its table. The message says what.
     """
     metadata, tensors, data = _unpacked(path, content)
@@ -195,10 +195,10 @@ def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, a
     """The step in a lineage's folder that brings rows to the delta `sequence`, by its digest.
 
     Args:
-        as_last: squashed deltas will do, too, if the digest is that of their last.
+        as_last: also take a squashed delta whose last delta has this digest.
 
     Returns:
-        The step. None: there is no such file, or its bytes are others than those that were written.
+        The step. None: there is no such file, or its bytes changed since it was written.
     """
     for step in steps_in(folder):
         if step.sequence == sequence:
@@ -212,10 +212,10 @@ def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, a
 
 
 def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor], memoryview]:
-    """What the header of a delta says, and the bytes behind it.
+    """What the header of a delta says, and the bytes after it.
 
     Raises:
-        BundleError: it is none, or its bytes are others than those that were written.
+        BundleError: it is not a delta, or its bytes changed since it was written.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
@@ -239,7 +239,7 @@ def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor]
     return metadata, tensors, data
 
 
-_AGAIN = "bring it again, or remove it and all behind it, and publish what changed"
+_AGAIN = "copy it again, or remove it and all after it, and publish what changed"
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U8": np.dtype("u1")}
 
 

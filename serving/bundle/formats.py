@@ -200,7 +200,7 @@ class Int2(CodeRows):
 
 
 class WeightDtype(enum.Enum):
-    """How a table's rows are stored. The names are those of FBGEMM's SparseType.
+    """How a table's rows are stored. The names are FBGEMM's, of its SparseType.
 
     Attributes:
         format: the class of the dtype.

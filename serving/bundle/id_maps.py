@@ -33,8 +33,8 @@ class HashedIds(Strict, frozen=True, omit_defaults=True):
 
     Attributes:
         bounds: the rows of training's buckets. Bucket b has the rows [bounds[b], bounds[b + 1]).
-        divided: whether it is the place of an id among those of its bucket that is hashed, and not the id.
-        input_hash_size: so many ids are dealt out to the buckets in equal runs, rounded up; others are refused. None:
+        divided: whether an id's index among the ids of its bucket is hashed, instead of the id.
+        input_hash_size: the ids below it belong to the buckets in equal runs, rounded up. Others are refused. None:
             any int64 is an id, and the buckets take turns.
     """
 

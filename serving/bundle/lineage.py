@@ -1,16 +1,16 @@
 """The lineage of a version, and the folder that has its deltas: files of changed rows, see `serving.bundle.delta`.
 
 A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A version that
-is made of another and its deltas goes on with its lineage (`Manifest.compacted`). A delta lies beside the repository,
-never inside it: Triton takes each folder there for a model, and reloads a model when one of its files changes. Of the
-repository `r` it is::
+is made of another and its deltas continues its lineage (`Manifest.compacted`). Deltas are stored beside the
+repository, never inside it: Triton takes each folder there for a model, and reloads a model when one of its files
+changes. For the repository `r` the files are::
 
     r.deltas/MODEL/LINEAGE/000000000001.safetensors
     r.deltas/MODEL/LINEAGE/000000000001.0f3c….sig             its signature, if there is one
-    r.deltas/MODEL/LINEAGE/000000000100.since-0.safetensors   what deltas 1 to 100 come to, squashed
+    r.deltas/MODEL/LINEAGE/000000000100.since-0.safetensors   deltas 1 to 100, squashed to one
 
-The name of a signature has the first 16 hex digits of the SHA-256 of what it signs, so that of two who write one
-number at once none replaces the signature of the other.
+The name of a signature has the first 16 hex digits of the SHA-256 of what it signs. So if two writers write the same
+number at once, neither replaces the other's signature.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ MOST_DELTAS = 10**12 - 1
 
 
 class Step(NamedTuple):
-    """What a file of deltas does to rows: it brings them from what they were after delta `since` to `sequence`.
+    """What a file of deltas does to rows: it gets them from their state after delta `since` to `sequence`.
 
-    That is one delta, or several that were squashed.
+    It is one delta, or several that were squashed.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
     @property
     def is_squashed(self) -> bool:
-        """Whether it stands for several deltas."""
+        """Whether it has several deltas."""
         return self.sequence > self.since + 1
 
     def __str__(self) -> str:
@@ -50,7 +50,8 @@ class Step(NamedTuple):
 def lineage_of(digest: str, compacted: Compacted | None = None) -> str:
     """The name of the lineage of a bundle.
 
-    It is that of the deltas in its rows, or one that it begins: the first 32 hex digits of its manifest's SHA-256.
+    A bundle with deltas in its rows has their lineage. Any other begins one, named by the first 32 hex digits of
+    its manifest's SHA-256.
     """
     return digest[:32] if compacted is None else compacted.lineage
 
@@ -76,8 +77,8 @@ def delta_path(folder: Path, sequence: int, since: int | None = None) -> Path:
 
     Args:
         folder: of its lineage, <deltas>/<model>/<lineage>.
-        sequence: its number; of squashed ones, that of the last.
-        since: of squashed ones, the number before the first.
+        sequence: its number, or the last number of a squashed delta.
+        since: the number before the first of a squashed delta.
     """
     return folder / _name(sequence, sequence - 1 if since is None else since)
 
@@ -121,7 +122,7 @@ def steps_in(folder: Path) -> list[Step]:
 
 
 def squashed_in(folder: Path) -> list[Step]:
-    """Those of them that are squashed."""
+    """The squashed deltas in a lineage's folder, in order. Empty if there is no such folder."""
     return sorted(filter(None, (step_of(name) for name in files_in(folder) if ".since-" in name)))
 
 
@@ -134,11 +135,11 @@ def files_in(folder: Path) -> list[str]:
 
 
 def next_step(steps: Iterable[Step], applied: int, until: int = MOST_DELTAS) -> Step:
-    """The step that brings rows furthest: of squashed deltas if they can be taken, else the next delta, there or not.
+    """The step that gets rows furthest: a squashed delta if one applies, else the next delta, which may not exist.
 
     Args:
-        steps: that there are; of those that are not squashed, none is needed.
-        applied: the delta after which the rows are as they are.
+        steps: the squashed deltas that exist. Others are ignored.
+        applied: the last delta that the rows have.
         until: the last delta that counts.
     """
     squashed = (step for step in steps if step.is_squashed and step.since <= applied < step.sequence <= until)
@@ -146,7 +147,7 @@ def next_step(steps: Iterable[Step], applied: int, until: int = MOST_DELTAS) -> 
 
 
 def reached(steps: Iterable[Step], applied: int) -> int:
-    """The last delta before a gap: how far steps, in order, bring rows that are as they are after delta `applied`."""
+    """The last delta before a gap: how far steps, in order, get rows that have the deltas up to `applied`."""
     for step in steps:
         if step.since <= applied < step.sequence:
             applied = step.sequence
@@ -154,7 +155,7 @@ def reached(steps: Iterable[Step], applied: int) -> int:
 
 
 def are_squashed(names: Iterable[str], existing: Iterable[str]) -> set[str]:
-    """Those of some names of files that are of deltas for which squashed ones stand that are there."""
+    """The names of files whose deltas a squashed delta among `existing` includes."""
     squashed = [step for name in existing if ".since-" in name and (step := step_of(name)) is not None]
     owners = ((name, owner_of(name)) for name in names)
     return {
@@ -166,9 +167,9 @@ def are_squashed(names: Iterable[str], existing: Iterable[str]) -> set[str]:
 
 
 def needed_files(existing: Collection[str], after: int) -> list[str]:
-    """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
+    """The files of a lineage that get rows from the delta `after`, or the next one, as far as all files do.
 
-    Of squashed deltas that is the one file which goes furthest. What a running server has applied, it does not need.
+    Of squashed deltas, only the one that goes furthest is needed.
     """
     first = next_step(filter(None, map(step_of, existing)), after).sequence
     applied = delta_path(Path(), after + 1).name

@@ -173,7 +173,7 @@ def check_published(model: Path, requested: Iterable[int]) -> None:
         requested: its versions.
 
     Raises:
-        ConfigurationError: naming the missing version, and those that are published.
+        ConfigurationError: naming the missing version and the published ones.
     """
     published = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
     if missing := sorted({*requested} - {*published}):

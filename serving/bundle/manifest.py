@@ -119,8 +119,8 @@ class Compacted(Strict, frozen=True):
     """Which deltas are in the rows of a version.
 
     Attributes:
-        lineage: their lineage, which goes on with the version: 32 hex digits.
-        sequence: the number of the newest. All before it are in the rows, too. 0: none is.
+        lineage: their lineage, which the version continues: 32 hex digits.
+        sequence: the number of the newest one. All before it are in the rows, too. 0: none.
     """
 
     lineage: Annotated[str, msgspec.Meta(pattern=f"^{LINEAGE.pattern}$")]
@@ -138,12 +138,12 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         versions: versions of the libraries that exported the bundle, by name.
         files: every file of the bundle except the manifest and its signature, by name.
         left_out: parts of the trained module that are not in the bundle, in words.
-        notes: notes for those who serve the bundle, in words.
+        notes: notes for operators, in words.
         hosts: in a router's manifest, the bundle of each rank without a weights file, by number of the host.
         part_of: in the manifest of a host, the plan that it is a part of.
         id_dtype: the dtype of `values` in a request.
         dense_part: the program that turns pooled embeddings into scores. None: only embeddings are served.
-        compacted: the deltas that are in its rows. None: there are none, and it begins a lineage of its own.
+        compacted: the deltas that are in its rows. None: no deltas. It begins a lineage of its own.
         checkpoint: the fingerprint of the files that its weights were read from: SHA-256, in hex. Bundles that were
             exported from the same save have the same. None: the weights were in no file.
     """

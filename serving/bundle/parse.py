@@ -225,7 +225,7 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
         if name is None:
             continue
         if name in rank_of:
-            yield f"rank {number}: expected a file of weights of its own, got {name!r}, that of rank {rank_of[name]}"
+            yield f"rank {number}: expected a file of weights of its own, got {name!r}, also rank {rank_of[name]}'s"
         if name in _RESERVED or SCORES_FILES.fullmatch(name):
             yield f"rank {number}: expected a file of weights, got {name!r}, which is another file of a bundle"
         if not name or name != Path(name).name or name in (".", "..") or "\0" in name:

@@ -92,7 +92,7 @@ class Plan(Strict, frozen=True):
 
     Attributes:
         sharding: the sharding type of each table, by name.
-        row_alignment: each row takes a multiple of so many bytes.
+        row_alignment: in bytes. Each row takes a multiple of it.
     """
 
     sharding: dict[str, ShardingType]
@@ -125,7 +125,7 @@ class Plan(Strict, frozen=True):
 
     @property
     def shards_by_table(self) -> dict[str, tuple[Shard, ...]]:
-        """The shards of each table. Those of a data-parallel table are its copies."""
+        """The shards of each table. The shards of a data-parallel table are its copies."""
         by_table: dict[str, list[Shard]] = {table: [] for table in self.sharding}
         for shard in self.shards:
             by_table[shard.table].append(shard)
@@ -192,7 +192,7 @@ def _copies_error(rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> s
 
 
 def _gap(blocks: Sequence[Block], end: int) -> int | None:
-    """The first place where sorted blocks leave a gap or overlap in [0, end). None: there is none."""
+    """The first place where sorted blocks leave a gap or overlap in [0, end), or None."""
     reached = 0
     for start, stop in blocks:
         if start != reached or stop <= start:

@@ -26,7 +26,7 @@ class Release(Strict, frozen=True):
 
     Attributes:
         versions: exactly these are served. The newest of them answers requests that name no version.
-        sequence: greater than that of all releases before, so that an old one that is put back is refused. It is
+        sequence: greater than in all earlier releases, so that an old file that is put back is refused. It is
             Unix time in milliseconds, or one more than in the release before.
     """
 
@@ -41,7 +41,7 @@ def release_path(model: Path) -> Path:
 
 
 def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release | None:
-    """The release of a model. None: there is none.
+    """The release of a model, or None.
 
     Args:
         model: its folder, <repository>/<name>.

@@ -71,7 +71,7 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
 
 
 def name_twice(manifest: Manifest) -> str | None:
-    """Two segments, or two shards, of a host that would get the same name, in words. None: there are none."""
+    """Two segments, or two shards, of a host that would get the same name, in words. None: all names differ."""
     for host, rank in manifest.plan.rank_of_host.items():
         features: dict[str, str] = {}
         tables: dict[str, Shard] = {}

@@ -1,7 +1,7 @@
 """Ed25519 signatures of the files that say what is served. Each signature is a file beside the one that it signs.
 
 A signature signs a statement: a line that says what the file is, a newline, then the bytes of the file. So a file
-cannot be passed off as that of another model, version or purpose. The line is one of::
+cannot be passed off as the file of another model, version or purpose. The line is one of::
 
     tbe-serving/1 manifest.json "movies" "3"    version 3 of the model `movies`
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions
@@ -187,9 +187,9 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 def keys_of(
     signing_key: Path | None, trusted_keys: Path | None
 ) -> tuple[Ed25519PrivateKey | None, TrustedKeys | None]:
-    """The key that signs what is made of signed files, and those of which one must have signed these.
+    """The key that signs what is made of signed files, and the keys of which one must have signed these files.
 
-    Where only the first is named, it must have: else its signature would make good what nobody signed.
+    If only the first is named, it must have signed them. Or its signature would vouch for files that nobody signed.
 
     Args:
         signing_key: a PEM file with an Ed25519 private key. None: nothing is signed.

@@ -169,7 +169,7 @@ class LookupClient(_Client, Closing):
     In a forked child it makes a connection of its own, unless the parent was in a call at the fork.
     """
 
-    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the forms that they stand for.
+    # `Features` and `DenseFeatures` are quoted: help() shows these names, not the long unions.
 
     def info(self) -> ModelInfo:
         """Features and dims of the model, which are fetched once.

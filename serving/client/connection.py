@@ -105,7 +105,7 @@ class Connection:
     """How a client reaches its servers.
 
     Attributes:
-        addresses: "host:port" of one server or several. A name may stand for many. Calls go to each in turn.
+        addresses: "host:port" of one server or several. A name may have many addresses. Calls go to each in turn.
         timeout_s: deadline of a call in seconds, including its retries.
         retries: how failed calls are retried.
         tls: certificates. None: no TLS.
@@ -173,7 +173,7 @@ class Connection:
         return failure
 
     def call_metadata(self, trace: str | None) -> list[tuple[str, str | bytes]]:
-        """The metadata of one call. `trace` is its W3C traceparent. None: that of OpenTelemetry's current span.
+        """The metadata of one call. `trace` is its W3C traceparent. None: OpenTelemetry's current span's.
 
         Raises:
             ConfigurationError: gRPC cannot send it.

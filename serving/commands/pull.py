@@ -29,7 +29,7 @@ def pull(
         typer.Option(
             min=0.1,
             max=86_400,
-            help="Pull every so many seconds, until SIGINT or SIGTERM.",
+            help="Pull again after this many seconds, until SIGINT or SIGTERM.",
         ),
     ] = None,
 ) -> None:

@@ -84,7 +84,7 @@ def cut(sizes: Sizes, shares: Sequence[float], slack: float) -> list[list[Piece]
     Args:
         sizes: of the batch.
         shares: how large each part should be, in bytes. Bags are not divided, so a cut may be off by one bag.
-        slack: a cut is moved by up to so many bytes, if it is between two features then. That saves a call.
+        slack: by how many bytes a cut may be moved to be between two features, which saves a call.
 
     Returns:
         One part for each share, in order: three pieces at most, or none.

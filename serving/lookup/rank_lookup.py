@@ -131,7 +131,7 @@ class RankLookup(nn.Module):
         return pooled
 
     def add_to(self, sums: Tensor | None, part: Tensor, features: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Add this rank's partial sums to those of the ranks before it.
+        """Add this rank's partial sums to the sums of the ranks before it.
 
         Args:
             sums: float32 [B, D], of the ranks before; may be overwritten. None: this is the first rank.

@@ -1,7 +1,7 @@
 """A lookup over several ranks: split the request, one TBE call on each rank, merge the answers.
 
-Each of the three steps is a method of its own, so that ranks can be elsewhere: whoever holds the request splits and
-merges, and each rank looks up.
+Each of the three steps is a method of its own, so that ranks can be on other hosts: the router splits and merges,
+and each rank looks up.
 
 A segment is one feature over one shard. Segments are ordered rank by rank, and by feature on each rank.
 """
@@ -176,7 +176,7 @@ class ShardedProgram(nn.Module):
             values: int64 [n], as `split` returns them for the rank.
             lengths: int64 [segments asked for, B], likewise.
             per_sample_weights: float32 [n] or None, likewise.
-            features: those of the request.
+            features: the request's.
 
         Returns:
             float32 [B, columns of the rank's segments asked for].
@@ -193,8 +193,8 @@ class ShardedProgram(nn.Module):
 
         Args:
             pooled: of each rank, what `lookup` returns; may be overwritten.
-            offsets: those of the request.
-            features: those of the request.
+            offsets: the request's.
+            features: the request's.
 
         Returns:
             [B, D], float32 or float16.

@@ -187,7 +187,7 @@ def point_at(config: Any, hosts: Mapping[str, str]) -> None:
 
 
 def _apply_instances(config: Any, instances: int) -> None:
-    """Keep the first instance group, with this count. Make one if there is none."""
+    """Keep the first instance group, with this count, or make one."""
     groups = config.instance_group or [config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU)]
     groups[0].count = instances
     del config.instance_group[1:]

@@ -80,7 +80,7 @@ class Setting:
         flag: the name of its option. None: `--<name>`.
         metavar: the form of its option's values, if they are given by name: `[NAME=]X`. The option may be repeated.
         typed: type of its option. None: the setting's own.
-        otherwise: the value that holds if the setting is None. None: none does.
+        otherwise: the value that applies if the setting is None, or None.
         is_of_router: only routers use it.
         is_of_scores: only models with scores use it.
         is_parameter: whether config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which

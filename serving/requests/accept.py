@@ -155,7 +155,7 @@ def _reordered(
         selection: of the request that is made.
 
     Raises:
-        InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
+        InvalidRequest: the lengths are wrong, so the ids cannot be assigned to bags.
     """
     ids, bags = id_bounds(names, request), bag_bounds(len(names), request.samples, request.shared)
     index = ranges(ids[chosen], np.diff(ids)[chosen])

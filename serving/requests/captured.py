@@ -18,7 +18,7 @@ from serving.requests.types import LOOKED_UP, Array, Tensors
 WARM_UP = "warm_up.jsonl"
 # The largest such file that can be signed. Signing reads the whole file into memory.
 MOST_WARM_UP_BYTES = 1 << 28
-# The longest line that is read. No request has so many ids.
+# The longest line that is read, in bytes. A request is shorter.
 LONGEST_LINE = 1 << 28
 # The dtypes of a dense input, little-endian, by field of `CapturedDense`.
 _CAPTURED: dict[str, np.dtype[Any]] = {
@@ -107,7 +107,7 @@ class CapturedRequest(
         values: ids, feature-major [N].
         lengths: bag sizes, feature-major [F·B].
         dense: the dense inputs that came, by name.
-        outputs: the outputs asked for; None for those of a lookup.
+        outputs: the requested outputs. None: the outputs of a lookup.
         shared: what came once.
         traceparent: the W3C trace context of the request, if it had one.
     """
@@ -175,7 +175,7 @@ class PassedOver:
     def said(self, path: Path) -> Iterator[str]:
         """What to say of the file: a line, or nothing where all lines are requests."""
         if self.lines:
-            yield f"{path}: lines passed over, which are no captured requests: {self.lines}; {self.first}"
+            yield f"{path}: lines skipped, which are not captured requests: {self.lines}; {self.first}"
 
 
 def read_captured(
@@ -183,7 +183,7 @@ def read_captured(
 ) -> Iterator[CapturedRequest]:
     """Read captured requests one after the other. The file may be larger than memory.
 
-    Lines that are no captured requests are passed over: whoever sends requests has a part in what is captured.
+    Lines that are not captured requests are skipped: clients influence what is captured.
 
     Args:
         path: a file that a recorder wrote.

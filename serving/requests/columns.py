@@ -76,7 +76,7 @@ def is_pandas_series(column: Any) -> bool:
 
 
 def arrow_of_series(series: Any) -> Any:
-    """The pyarrow column that a pandas Series is stored as. None: it is stored otherwise."""
+    """The pyarrow column of a pandas Series that is stored in Arrow, or None."""
     return series.array.__arrow_array__() if hasattr(series.dtype, "pyarrow_dtype") else None
 
 
@@ -242,7 +242,7 @@ def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, 
 
 
 def _items(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
-    """The numbers of a chunk, and which are not null; each [n]. Of a dictionary, those that its indices name."""
+    """The numbers of a chunk, and which are not null; each [n]. A dictionary is decoded."""
     if chunk.values is None:
         if not _validity(chunk).any():
             return np.zeros(chunk.length, np.int64), chunk.valid
@@ -280,7 +280,7 @@ def _numbers_of_chunks(chunks: Sequence[ArrowChunk], column: Any) -> Array:
 
 
 def _numbers_of_chunk(chunk: ArrowChunk, column: Any, shape: Sequence[int]) -> Array:
-    """Numbers [length, *shape]. Without a `shape`, that of the first row."""
+    """Numbers [length, *shape]. Without a `shape`, the first row's shape."""
     if chunk.lengths is None:
         values, valid = _items(chunk, column)
         if valid is not None:

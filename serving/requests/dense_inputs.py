@@ -42,12 +42,12 @@ def encode_dense(
     """Dense inputs as arrays of their dtypes.
 
     Args:
-        inputs: those of the model.
+        inputs: the model's.
         dense: by name, as arrays or columns [B, *shape]; an input of one number may also be [B] or [B, 1]. What has a
             row for each id of a key comes as an array [n, *shape]; or as a list of bags, as ids do, each with the
             rows of its ids. A DataFrame has all inputs, each as a column; in place of an input it is its columns side
             by side.
-        lengths: of the bags of such keys, which those of `dense` are compared with.
+        lengths: of the bags of such keys. The lengths in `dense` must equal them.
         frame: where it is a DataFrame, what has the inputs that `dense` does not have.
         nulls: what null lists of rows are, as in `serving.requests.encoding.encode`. Other nulls are refused.
 
@@ -202,10 +202,10 @@ def accept_dense(
     """Take the dense inputs of one request, if they are of the right kind and size.
 
     Args:
-        inputs: those that are expected.
+        inputs: the expected inputs.
         dense: by name. It may hold anything.
         samples: of the request.
-        shared: names of those that have one row, which counts for all samples.
+        shared: names of the inputs with one row for all samples.
         ids: how many of each key there are, where an input has a row for each. Of a key that comes once: in its bag.
 
     Returns:

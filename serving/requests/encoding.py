@@ -125,7 +125,7 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
     Args:
         table: its name.
         ids: integers [n].
-        weighted: whether requests to the model carry weights. Those of rows do not count.
+        weighted: whether requests to the model carry weights. Requests for rows do not count.
 
     Raises:
         InvalidRequest: the ids are no integers in one dimension.
@@ -166,7 +166,7 @@ def _names(shared: Any) -> tuple[str, ...]:
 
 
 def _expect_as_in_requests(kjt: Any, shared: Collection[str]) -> None:
-    """Refuse a KeyedJaggedTensor whose keys have other numbers of bags than those of a request, as far as it says."""
+    """Refuse a KeyedJaggedTensor whose keys have other numbers of bags than a request may have, if it states them."""
     if hasattr(kjt, "stride_per_key"):
         _expect_samples(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)), shared)
     if hasattr(kjt, "inverse_indices_or_none") and kjt.inverse_indices_or_none() is not None:

@@ -27,7 +27,7 @@ class IdMaps:
 
     Args:
         directory: of the bundle.
-        tables: those of its tables that have a map.
+        tables: its tables that have a map.
 
     Raises:
         BundleError: the file cannot be mapped.
@@ -97,7 +97,7 @@ class IdMaps:
 
 
 def known_of_keys(known: Mapping[str, Ids], manifest: Manifest) -> dict[str, Ids]:
-    """Ids for each key that is read by tables with maps alone: those that the map of the first one has, int64 [n].
+    """Ids for each key whose tables all have maps: the ids in the map of the first table, int64 [n].
 
     All of these tables take them.
 
@@ -114,7 +114,7 @@ def known_of_keys(known: Mapping[str, Ids], manifest: Manifest) -> dict[str, Ids
 
 
 def _valid(ids: Ids, count: int) -> Ids:
-    """Those of `ids` that are valid, where `count` are."""
+    """The valid ids among `ids`, if `count` ids are valid."""
     return ids if count == ANY_INT64 else ids[ids.view(np.uint64) < np.uint64(count)]
 
 

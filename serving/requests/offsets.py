@@ -16,7 +16,7 @@ _accumulate = np.add.accumulate
 
 
 def concatenate(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Arrays [n_i] of one dtype, one behind the other [sum n_i]. A single array is returned as it is."""
+    """Arrays [n_i] of one dtype, one after the other [sum n_i]. A single array is returned as it is."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -40,7 +40,7 @@ def bounds_of(sizes: Ids) -> Ids:
 
 
 def ranges(starts: Ids, sizes: Ids) -> Ids:
-    """The numbers of the ranges [start, start + size), one range behind the other.
+    """The numbers of the ranges [start, start + size), one range after the other.
 
     Args:
         starts, sizes: int64 [n].
@@ -55,7 +55,7 @@ def ranges(starts: Ids, sizes: Ids) -> Ids:
 
 
 def index_of_ranges(starts: Ids, sizes: Ids) -> slice | Ids:
-    """An index of what `ranges` names: a slice, which copies nothing, where the ranges lie one behind the other.
+    """An index of what `ranges` names: a slice, which copies nothing, if each range begins where the last one ends.
 
     Args:
         starts, sizes: int64 [n]; at least one.

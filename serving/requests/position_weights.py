@@ -49,7 +49,7 @@ def weights_by_position(
     Args:
         requests: the requests [R].
         position_weights: of all features of the model; float32 [n].
-        lengths: their bag sizes, one behind the other; int32 [bags].
+        lengths: their bag sizes, one after the other; int32 [bags].
         offsets: the bounds of the bags; int64 [bags + 1].
         id_bounds: the bounds of the segments, each a feature of a request; int64 [S + 1].
         weights: of ids that are not weighted by position; float32 [N]. None: each has the weight 1.

@@ -1,4 +1,4 @@
-"""The features of a bundle, and those that a request asks for: what a request is checked against."""
+"""The features of a bundle and of a request: what a request is checked against."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -39,9 +39,9 @@ class FeatureSet:
         zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
         default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
         modulo: whether the id policy is `modulo`: an id outside the table reads the row id mod rows; bool [F].
-        id_maps: of all tables of the model whose ids are remapped. None: there are none.
+        id_maps: of all tables of the model whose ids are remapped, or None.
         maps: the number of the table's map; -1 where its ids are not remapped; int64 [F].
-        position_weights: of all features of the model that weigh ids by position; float32 [n]. None: there are none.
+        position_weights: of all features of the model that weigh ids by position; float32 [n]; or None.
         first_weights: where the feature's are among them; -1 where it does not weigh by position; int64 [F].
         longest_bags: the most ids in a bag; int64 [F].
         sequence: whether the answer has a row for each id, and is not pooled; bool [F].

@@ -12,7 +12,7 @@ from serving.requests.schema import FeatureSet
 # The inputs of a lookup. Others are dense.
 IDS = ("values", "lengths", "weights")
 # The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
-# [n, dim], one behind the other.
+# [n, dim], one after the other.
 EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
 # The output with the pooled embeddings of features that come once, [1, D].
 SHARED = "once"
@@ -46,7 +46,7 @@ class Tensors:
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         trace: the W3C `traceparent` that came with the request.
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
-        every_host: whether to answer only if every host of a router does, also those of which no row is needed.
+        every_host: whether to answer only if every host of a router does, even if no row of it is needed.
         outputs: the outputs that are asked for. Those that no feature of the request is answered in are left out.
         dense: dense inputs by name; [B, *shape], of their dtypes.
         tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
@@ -84,8 +84,8 @@ class KjtRequest:
         positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
         dense: what its scores need beside ids; None: no scores are asked for.
         outputs: the outputs that are asked for.
-        rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
-        shared: the features that come once; bool [F]. None: there are none.
+        rowless: the ids of sequences that read no row, but zeros; bool [N]. None: no such ids.
+        shared: the shared features; bool [F]. None: no shared features.
         jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
         jagged_bytes: of all of them, rows as FP32; what is shared is repeated for each sample, except for the
             programs of a user side.
@@ -120,7 +120,7 @@ class KjtRequest:
 
 @dataclass(eq=False, slots=True)
 class ValidatedRequests:
-    """R requests, one behind the other, whose lengths and ids are right. A segment is a feature of a request.
+    """R requests, one after the other, whose lengths and ids are right. A segment is a feature of a request.
 
     Attributes:
         requests: the requests [R].

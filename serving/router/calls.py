@@ -140,8 +140,8 @@ class HostCaller:
     def took(self, seconds: float, waited: bool) -> None:
         """Count how long a call took.
 
-        If the answer was there before a thread waited for it, nobody knows when it came. It then counts as long as
-        the last call whose answer was waited for, if that is less than `seconds`.
+        If the answer was there before a thread waited for it, its time is unknown. It then counts as long as the
+        last call whose answer was waited for, if that is less than `seconds`.
 
         Args:
             seconds: until the answer was read.

@@ -1,4 +1,4 @@
-"""Who may reach a server, and which protocols they may use. docs/security.md gives the reasons."""
+"""Which clients may reach a server, and by which protocols. docs/security.md gives the reasons."""
 
 import ipaddress
 import re
@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Who may reach a server.
+    """Which clients may reach a server.
 
     Attributes:
         host: the IPv4 address that gRPC listens on.

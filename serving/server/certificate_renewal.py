@@ -29,7 +29,7 @@ class CertificateRenewal:
     def __init__(self, server: Server, served: Served, recover: bool) -> None:
         self._server, self._served, self._recover = server, served, recover
         self._next_look = 0.0
-        # The digest of the files when they were last looked at, and of those that the log says do not fit.
+        # The digest of the files at the last look, and of the files that the log has reported as unusable.
         self._last_digest, self._refused = server.loaded_digest, b"-"
         self._misfits = 0
         self._second: tuple[Server, ModelWatcher, Served] | None = None
@@ -70,7 +70,7 @@ class CertificateRenewal:
 
     @property
     def processes(self) -> list[int]:
-        """Those that may have connections of clients: the present one, and that before it."""
+        """The processes that may have connections of clients: the present one, and the one before it."""
         return [server.process.pid for server in (self._server, self._before) if server is not None]
 
     def end(self) -> None:
@@ -140,7 +140,7 @@ class CertificateRenewal:
         if self._ending is None and now > self._unknown_until:
             has_connections = port_handover.has_connections(before.process.pid)
             if not has_connections:
-                before.exit_timeout_s = LAST_ANSWERS_S  # nobody waits for one
+                before.exit_timeout_s = LAST_ANSWERS_S  # no client waits for one
             if not has_connections or now > self._until:
                 self._ending = threading.Thread(target=before.end, name="process before", daemon=True)
                 self._ending.start()

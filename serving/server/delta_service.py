@@ -36,7 +36,7 @@ _STARTS_S = 1.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Least seconds between two lines of the log that say up to which delta a copy is.
 _SAYS_S = 10.0
-# A number that is missing for so many seconds is told of. Whoever copies deltas may bring them in any order.
+# A number that is missing for this long, in seconds, is reported: deltas may be copied here in any order.
 _MISSING_S = 5.0
 
 
@@ -89,8 +89,8 @@ class DeltaService:
 
     Attributes:
         environment: what the processes of the server's models need.
-        applied: what each live copy was at when it was last looked at. A file system that hangs holds up that, and
-            nobody who reads this.
+        applied: what each live copy was at when it was last looked at. A hanging file system delays these looks, but
+            not readers of this.
     """
 
     def __init__(self, deltas: Path, environment: Mapping[str, str], log: logging.Logger) -> None:
@@ -129,15 +129,15 @@ class DeltaService:
     def fetching(
         self, store: DeltaStore, models: Sequence[Path], note_store_read: Callable[[str, float], None]
     ) -> Iterator[None]:
-        """Bring the deltas of live models that are in a store; and in the block, those that come.
+        """Fetch the deltas of live models from a store. During the block, also fetch new ones.
 
-        If the store cannot be reached, the log says so, and earlier fetched deltas are applied. If it never could, it
-        is not known what there is: nothing begins.
+        If the store cannot be reached, the log says so, and the deltas that were fetched before are applied. If it
+        was never reached, its deltas are unknown, and nothing begins.
 
         Args:
             store: has them.
             models: their folders in the repository.
-            note_store_read: is told the URL of the store whenever it was read, and when.
+            note_store_read: is called with the URL of the store and the time, whenever it was read.
 
         Raises:
             ServerUnavailable: the store cannot be reached, and was never asked for a lineage.
@@ -177,7 +177,7 @@ class DeltaService:
             ended.set()  # it is not waited for: a store that hangs would hold up the end
 
     def _bring(self, store: DeltaStore, models: Sequence[Path]) -> bool:
-        """Bring what is new of each lineage: behind what its copies are at, or behind what is here.
+        """Fetch the new deltas of each lineage: after the state of its copies, or after the last local delta.
 
         Returns:
             Whether there is one, so that the store was asked.
@@ -232,7 +232,7 @@ class DeltaService:
                 self._steps[folder] = steps_in(folder)
         steps = self._steps.get(folder, [])
         waiting = [step.sequence for step in steps if step.sequence > sequence]
-        # By our own clock: a file's time may be that of another machine, or of what was copied.
+        # By our own clock: a file's time may be another machine's, or the time of the original.
         first_seen = self._first_seen.get(folder, {})
         self._first_seen[folder] = first_seen = {
             number: first_seen.get(number, time.monotonic()) for number in waiting

@@ -4,12 +4,12 @@
 nothing up and ask no model: overload does not change readiness. `/readyz?verbose` also names the hosts that a router
 has lost, which stays ready for what needs none of them, the models whose release is not served, and those to which no
 further delta is applied.
-`/metrics` passes on what Triton says on a Unix socket that only its own user reaches, and adds those of the server as
-a whole.
+`/metrics` has Triton's metrics, from a Unix socket that only this user can open, and the metrics of the server as a
+whole.
 
 Triton's HTTP library keeps a request of any length in memory. Here nothing is read after the headers, which are
 bounded. A connection is answered once and ends within `_PATIENCE_S`. Of more than `_MOST` connections the oldest
-ends, so who only holds connections keeps no probe out.
+ends, so a client that only holds connections keeps no probe out.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _TEXT = "text/plain; charset=utf-8"
 # Connections at once, and seconds until one is closed.
 _MOST, _PATIENCE_S = 64, 10.0
-# TLS handshakes at once, and seconds until one is given up.
+# TLS handshakes at once, and seconds until one is aborted.
 _MOST_HANDSHAKES, _HANDSHAKE_S = 256, 5.0
 # Bytes of a request's headers, and bytes that are read at once.
 _HEADERS_BYTES, _READ_BYTES = 16 << 10, 4 << 10

@@ -17,7 +17,7 @@ Answer = tuple[int, bytes]
 
 @dataclass(slots=True)
 class HealthState:
-    """What a server can do now. Whoever starts and watches it says so here, and the operations port reads it.
+    """What a server can do now. Code that starts and watches it writes this; the operations port reads it.
 
     Attributes:
         server_problem: why tritonserver does not serve. None: it does.

@@ -246,7 +246,7 @@ class FleetSupervisor:
         return next((code for code in (future.result() for future in (router, *hosts)) if code), 0)
 
     def _stop(self, supervisors: Sequence[Supervisor], running: Sequence["Future[int]"]) -> None:
-        """Stop those that run, and wait until they have ended."""
+        """Stop the running servers, and wait until they have ended."""
         signalled = 0
         while not all(future.done() for future in running):
             if signalled < 1 + self._at_once:

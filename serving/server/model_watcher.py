@@ -21,8 +21,8 @@ _PERIOD_S = 0.25
 _SILENT_S, _LOST_S = 5.0, 60.0
 # Timeouts of a control call: to ask for states, and to load a model.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
-# Seconds before a model that could not be loaded anew is loaded once more: its process may have been killed
-# meanwhile, too, or memory may be free by then.
+# Seconds before a model that could not be reloaded is loaded again: its process may have been killed meanwhile, or
+# memory may be free by then.
 _PAUSES_S = (1.0, 3.0)
 # If a model has no process for so long while it reloads, in seconds, tritonserver waits for ever: for a
 # request that it lost, or for a process that was killed as it began.

@@ -26,7 +26,7 @@ class PortHandover:
     listen. A program returns the index of the socket that gets a new connection (socket(7),
     SO_ATTACH_REUSEPORT_CBPF). When a socket closes, the last one moves to its index (reuseport_detach_sock() of
     net/core/sock_reuseport.c). So before connections are directed to a new process, this class adds sockets after
-    those of that process: as many fillers as the process before has sockets. When the process before closes its
+    the new process's own: as many fillers as the process before has sockets. When the process before closes its
     sockets, the fillers move to their indices, and the sockets of the new process keep theirs. Then all fillers but
     one can close: the sockets that move to their indices belong to the new process, but are not the one that
     connections are directed to.

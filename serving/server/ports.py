@@ -94,7 +94,7 @@ def free_endpoints(access: Access, ports: Ports, drain_s: float = 0.0) -> Iterat
 
 @contextlib.contextmanager
 def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
-    """Check that the ports are free, and choose free ones for those that are 0.
+    """Check that the ports are free, and replace each 0 by a free port.
 
     No process listens on them until tritonserver does. So each chosen port is claimed until the block ends.
     """

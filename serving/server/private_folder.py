@@ -43,7 +43,7 @@ class Trust:
         folder: where the private folder is made. None: in the folder for temporary files. On the repository's file
             system, copies of weights files share its blocks, if it supports that (XFS, Btrfs).
         weights_in_place: whether weights files stay in the repository after they were compared with their digests.
-            Then all who can write to them later are trusted.
+            Then every user who can write to them later is trusted.
         min_versions: the oldest version to serve, by model. "*" is for models that are not named.
     """
 

@@ -119,7 +119,7 @@ def run_server(
             shm_bytes=shm_bytes,
             log=log,
         )
-        # What is served otherwise than config.pbtxt says, Triton can be told to load only once it answers.
+        # Versions other than config.pbtxt's can be loaded only once Triton answers.
         to_load = {**dict.fromkeys(hosts, ()), **pins}
         loaded_at_start = [model for model in models if model not in to_load]
         server = Server(
@@ -173,7 +173,7 @@ def _live_copies(
 def _certificates(access: Access, repository: Path, models: Sequence[str]) -> Iterator[Path]:
     """The files of its certificate, and those by which routers and their hosts trust one another.
 
-    With HTTP there are none: no second process could take over with those that are renewed.
+    None with HTTP: a second process with renewed certificates could not share its port.
     """
     if access.tls is None or access.http:
         return

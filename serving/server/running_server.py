@@ -81,7 +81,7 @@ class Server:
         key: the key of its restricted protocols. Each server has a new one.
         launch: how its process is started.
         certificates: the files of certificates, authorities and keys that its process and its models read as they
-            start, and not again. None, if a second process could not take over with those that are renewed.
+            start, and not again. None if a second process, with renewed ones, could not take over.
         regions: prefix of the names of its processes' shared-memory regions.
         exit_timeout_s: longest time to stop, in seconds. It is killed then.
         connection_age_s: longest time for which it keeps a connection, in seconds.
@@ -247,7 +247,7 @@ class Server:
 
 
 def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
-    """The versions that serve, and those of `before` whose process died: newer Triton releases report these."""
+    """The versions that serve, and of `before` the ones whose process died: newer Triton releases report these."""
     return tuple(
         state.version
         for state in states

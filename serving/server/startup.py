@@ -145,7 +145,7 @@ def _has_metrics(server: Server) -> bool:
 
 
 def _load_pinned(server: Server, pins: Pins, timeout_s: float) -> None:
-    """Load these versions; of a model without any, those that config.pbtxt says."""
+    """Load these versions. A model with an empty list gets the versions that config.pbtxt says."""
     for model, versions in pins.items():
         try:
             switch(

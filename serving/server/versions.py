@@ -19,7 +19,7 @@ from serving.triton.control import UNIX, Control
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """The versions that served before, and those that serve now."""
+    """The versions that served before the switch and after it."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -70,7 +70,7 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
 
     Args:
         control: a server's control API. Where it is no Unix socket, no process takes the place of another.
-        alone: nobody else is in such a block. This waits until they have left theirs.
+        alone: no other process is in such a block. This waits until they have left theirs.
     """
     with ExitStack() as stack:
         if control.address.startswith(UNIX):
@@ -83,8 +83,8 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
 def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> None:
     """Refuse settings and bundles that the backend would refuse.
 
-    Triton 2.51 may end a few requests after it was asked for a version that could not be loaded anew, by its own
-    memory (`malloc_consolidate`). So it is not asked.
+    Triton 2.51 may crash (`malloc_consolidate`) a few requests after it was asked for a version that cannot be loaded
+    again. So it is not asked.
 
     Args:
         model: its folder, <repository>/<name>.
@@ -110,7 +110,7 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> N
 
 
 def said_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
-    """The versions of those that are there, oldest first, that config.pbtxt says."""
+    """The versions that config.pbtxt says, of the existing ones, oldest first."""
     policy = config.version_policy
     if policy.WhichOneof("policy_choice") == "specific":
         return tuple(policy.specific.versions)

@@ -3,7 +3,7 @@
 Lookups wait while a row is half written. So the writer is a process of its own, in which nothing waits for Python's
 lock or for another thread. It reads the folders of deltas every `_LOOKS_S`, checks a whole delta, and writes its rows
 in slices of at most `_SLICE_S`. It sleeps between slices, so that lookups wait for about 1 % of the time; longer if a
-delta is large or a copy is behind.
+delta is large or a copy lacks many.
 
 The writer waits for a number that is missing. It stops at a delta that cannot be read, that no trusted key signed, or
 that does not fit, until another delta has that number. The model keeps serving. Where several deltas are squashed
@@ -37,14 +37,14 @@ _LISTS_S = 1.0
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
 # The share of the time in which rows are written: what writes a delta within _WITHIN_S, but from least to most.
 _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.25
-# A delta that is older than this, in seconds, is behind: it is written as fast as lookups can bear.
+# A delta that is older than this, in seconds, is late: it is written as fast as lookups can bear.
 _BEHIND_S = 2.0
 # Seconds until a delta that was refused is tried again.
 _RETRY_S = 2.0
 # Bytes of a copy that are mapped at once, see madvise(2).
 _MAPPED_AT_ONCE, _POPULATE_WRITE = 512 << 20, 23
 _START_AGAIN = "bring it back, or start the server again, which applies what is there"
-# A copy that no model uses is removed after so many seconds. Until then, a model that is loaded again takes it.
+# Seconds until a copy that no model uses is removed. A model that is loaded again before then takes it.
 _UNUSED_S = 10.0
 
 
@@ -71,7 +71,7 @@ def main(server: str) -> None:
 
 
 def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
-    """Take new copies, and close those that no model uses."""
+    """Take new copies, and close the copies that no model uses."""
     for path in {*live_copies(server)} - copies.keys():
         with suppress(OSError, ServingError):  # it was just removed; a model that waits for it raises its own error
             copies[path] = AppliedCopy(LiveCopy.attach(path))

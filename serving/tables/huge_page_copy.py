@@ -71,7 +71,7 @@ class SharedCopies:
         weakref.finalize(self, release_copies, self._locks)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
-        """The copy of a file. It is made if there is none. If another process makes it, this one waits.
+        """The copy of a file. It is made if necessary. If another process makes it, this one waits.
 
         Args:
             path: the file.
@@ -142,7 +142,7 @@ def acquire_copy(
     lacks: str,
     find: Callable[[], bool] = lambda: False,
 ) -> int:
-    """A descriptor of a copy, which is made if there is none. It holds the lock on the copy.
+    """A descriptor of a copy, which is made if necessary. It holds the lock on the copy.
 
     Args:
         copy: its path.

@@ -89,7 +89,7 @@ class State:
 
     @property
     def begun(self) -> int:
-        """The number of the delta of which some rows may be written; `sequence` if there is none."""
+        """The number of the delta that is being written, else `sequence`."""
         return self._numbers[self._BEGUN]
 
     @property

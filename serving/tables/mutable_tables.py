@@ -82,7 +82,7 @@ class LiveCopy:
 
     @classmethod
     def take(cls, directory: Path, manifest: Manifest, lacks: str) -> "LiveCopy":
-        """The live copy of a version. It is made if there is none. If another process makes it, this one waits.
+        """The live copy of a version. It is made if necessary. If another process makes it, this one waits.
 
         Args:
             directory: of its bundle.

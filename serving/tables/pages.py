@@ -91,8 +91,8 @@ class MappedFile:
     def chunks(self, coming: Callable[[int], None] = lambda _: None) -> Iterator[npt.NDArray[np.uint8]]:
         """The file in chunks of uint8. Each is read into memory when it is asked for, in huge pages where possible.
 
-        Pages that are in memory already may be small, because another program wrote or read them. They are given up
-        and read again, unless a process uses them. Processes take turns, so that none keeps what another gives up.
+        Pages that are in memory already may be small, because another program wrote or read them. They are dropped
+        and read again, unless a process uses them. Processes take turns, so that none keeps what another drops.
 
         Args:
             coming: called before each chunk is read, with the offset where the chunk ends, in bytes.
@@ -164,7 +164,7 @@ class MappedFile:
 
     def _give_up(self, file: int, start: int, stop: int) -> None:
         """Drop bytes [start, stop) from memory. What a lookup touches meanwhile comes back, mostly in a huge page."""
-        os.fdatasync(file)  # what is not on the disk cannot be given up
+        os.fdatasync(file)  # pages that are not on the disk cannot be dropped
         for page in range(start, stop, HUGE_PAGE):  # one by one, so that a lookup hardly comes between the two calls
             size = min(HUGE_PAGE, stop - page)
             self._advise(mmap.MADV_DONTNEED, page, page + size)
@@ -190,7 +190,7 @@ class MappedFile:
 
 
 def leave_out_of_memory(path: Path) -> None:
-    """Drop the pages of a file from memory, except those that a process uses. The file stays on the disk."""
+    """Drop the pages of a file from memory, except pages that a process uses. The file stays on the disk."""
     with suppress(OSError), path.open("rb") as file:  # it may be gone
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

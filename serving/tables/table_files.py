@@ -56,10 +56,10 @@ class TableFiles:
     Attributes:
         tensors: one for each rank: the bytes of its file, uint8 [size of the file], read-only, not copied. A rank
             on another host has uint8 [0].
-        fits: whether memory holds the files, beside those of other served bundles. While it does not, rows are read
+        fits: whether memory holds the files beside the other served bundles' files. While it does not, rows are read
             from the disk one by one, as they are needed.
         ahead: asks the disk for the rows of a batch, before it is looked up. None while memory holds the files.
-        live: the copy that `tensors` are of, for WeightsMemory.LIVE. Whoever reads rows does so by `live.state.read`.
+        live: the copy that `tensors` are of, for WeightsMemory.LIVE. Rows must be read inside `live.state.read`.
 
     Raises:
         BundleError: a file cannot be mapped.
@@ -153,7 +153,7 @@ class TableFiles:
             self._thread.start()
 
     def look(self, report: Callable[[PagesUsed], None]) -> None:
-        """Check memory once: read the files into memory if they fit by now, or go back to single rows if they do not.
+        """Check memory once: read the files into memory if they now fit, or go back to single rows if they do not.
 
         The thread of `populate` calls it.
 
@@ -161,7 +161,7 @@ class TableFiles:
             OSError: a file cannot be read.
         """
         if not self._is_populated:
-            if self.fits or self._fits_by_now():
+            if self.fits or self._fits_now():
                 self._populate(report)
         elif not self._is_kept and self._size_bytes > self._most_alone():
             ahead = self._read_ahead_of_all()
@@ -185,8 +185,8 @@ class TableFiles:
         if self.ahead is not None:
             self.ahead.leave_out(name, stop)
 
-    def _fits_by_now(self) -> bool:
-        """Whether the files fit by now: another bundle was unloaded, or the control group's limit was raised."""
+    def _fits_now(self) -> bool:
+        """Whether the files now fit: another bundle was unloaded, or the control group's limit was raised."""
         if self._size_bytes > self._most_alone():
             return False
         if self._size_bytes > self._free_bytes():
@@ -205,7 +205,7 @@ class TableFiles:
         return ReadAhead(self._manifest, {name: self._directory / name for name in self._files})
 
     def _free_bytes(self) -> int:
-        """What memory has for the files of this bundle, beside those of others."""
+        """The memory for the files of this bundle, beside the files of others, in bytes."""
         return self._most_alone() - sum(self._of_others().values())
 
     def _lacks(self) -> str:

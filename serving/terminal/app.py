@@ -71,7 +71,7 @@ def progress_bar(width: int, first: str, *columns: "bars.ProgressColumn") -> Ite
     Args:
         width: the characters for the name of a step.
         first: the first step.
-        columns: what stands behind the bar.
+        columns: shown after the bar.
     """
     from rich import progress as bars
 

@@ -112,11 +112,11 @@ class Control:
         return self._call(f"v2/models/{_quoted(model)}/config")
 
     def load(self, model: str, versions: Sequence[int] = (), config: Any = None) -> tuple[int, ...]:
-        """Serve exactly `versions`, or those that config.pbtxt says. The old ones serve until the new ones are ready.
+        """Serve exactly `versions`, or config.pbtxt's. The old ones serve until the new ones are ready.
 
         Args:
             model: its name.
-            versions: the versions; empty: those that config.pbtxt says. Requests that name no version get the newest.
+            versions: the versions; empty: config.pbtxt's. Requests that name no version get the newest.
             config: the ModelConfig to load them with, as JSON. None: with `versions`, the one that the model is
                 served with; without, the one that Triton makes of config.pbtxt.
 

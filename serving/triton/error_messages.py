@@ -1,7 +1,7 @@
 """What an error of Triton means to a caller, if its status alone does not say so.
 
 This is the only file that matches the words of a message. NOT_FOUND can mean that a model is being loaded, or that
-there is none. INTERNAL can mean a fault, or that shared memory is full for a moment. A client does not know the
+it does not exist. INTERNAL can mean a fault, or that shared memory is full for a moment. A client does not know the
 Triton release of its server, so it looks for the words of all releases.
 
 Run with Triton 24.10. The source of 26.04 was read: it has the same words. If another release words one differently,
@@ -68,8 +68,8 @@ def handshake_advice(message: str) -> str | None:
     return next((advice for words, advice in _HANDSHAKES if words in message), None)
 
 
-# A tritonserver that was started anew listens before it has loaded its models, and says this of all of them. So it is
-# no last word to who knows that the model was there.
+# A restarted tritonserver listens before it has loaded its models, and says this of all of them. So the error may be
+# temporary for a client that has used the model before.
 _NOT_KNOWN_YET = _Words(
     "NOT_FOUND", r"^Request for unknown model: '[^']*' is not found$", ModelUnavailable, _NOT_LOADED
 )

@@ -98,8 +98,8 @@ def test_plan_notes_lines_that_are_no_requests(tmp_path: Path) -> None:
     assert captured_pooling(path, (Feature(name="x", table="t"),)) == {"x": 3.0}
     sharding = Sharding(traffic=path)
     report = report_plan(plan_model(collection(SUM), ExportConfig(sharding=sharding)), sharding)
-    (note,) = (value for value in report.notes if "passed over" in value)
-    assert note.startswith(f"{path}: lines passed over, which are no captured requests: 2; line 2: expected")
+    (note,) = (value for value in report.notes if "lines skipped" in value)
+    assert note.startswith(f"{path}: lines skipped, which are not captured requests: 2; line 2: expected")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_scores_that_are_0_but_for_rounding_are_called_so() -> None:
         expect_model_scores(nn.Module(), eager, scores, probe(), is_usual=True)
     message = str(refused.value)
     assert message.startswith(
-        "Module: output 's': what follows the collections answers otherwise than the model, by "
+        "Module: output 's': what follows the collections answers differently from the model, by "
     )
     assert f", where the largest |number| is {float(eager['s'].abs().max()):.3g}: rounding of its inputs" in message
     assert "does not have changes it" not in message

@@ -177,11 +177,11 @@ DENSE = ["dense_arch (DenseArch)", "over_arch (OverArch)"]
         pytest.param(lambda: DLRM(pooled(), 4, [8, 8], [4, 1]), ["sparse_arch.embedding_bag_collection"], DENSE, id="DLRM"),
         pytest.param(lambda: DLRM_DCN(pooled(), 4, [8, 8], [4, 1], 2, 2), ["sparse_arch.embedding_bag_collection"], DENSE, id="DLRM_DCN"),
         pytest.param(lambda: SimpleDeepFMNN(4, pooled(), 8, 8), ["sparse_arch.embedding_bag_collection"], DENSE, id="DeepFM"),
-        pytest.param(TwoTowers, ["user", "item"], ["project (Linear)", "TwoTowers.forward behind its collections"], id="two towers"),
+        pytest.param(TwoTowers, ["user", "item"], ["project (Linear)", "TwoTowers.forward after its collections"], id="two towers"),
         pytest.param(position_weighted, [""], [], id="position weights"),
         pytest.param(lambda: nn.ModuleDict({"a": position_weighted(), "l": nn.Linear(2, 2)}), ["a"], ["l (Linear)"], id="position weights in a container"),
         pytest.param(towers, ["towers.0.embedding", "towers.1.embedding"], ["towers.0.interaction (Linear)"], id="tower collection"),
-        pytest.param(Scores, ["ebc"], ["over (Linear)", "Scores.forward behind its collections"], id="control flow behind"),
+        pytest.param(Scores, ["ebc"], ["over (Linear)", "Scores.forward after its collections"], id="control flow behind"),
     ],
 )  # fmt: skip
 def test_what_is_around_collections_is_left_out_and_named(
@@ -197,4 +197,4 @@ def test_what_is_around_collections_is_left_out_and_named(
 
 def test_the_manifest_names_what_was_left_out(tmp_path: Path) -> None:
     manifest = open_bundle(export_model(TwoTowers(), tmp_path / "r", "m")).manifest
-    assert manifest.left_out == ("TwoTowers.forward behind its collections", "project (Linear)")
+    assert manifest.left_out == ("TwoTowers.forward after its collections", "project (Linear)")

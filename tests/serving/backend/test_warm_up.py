@@ -45,13 +45,12 @@ def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
     )
     done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(file))
     assert done.returncode == 0, done.stderr
-    assert "lines passed over, which are no captured requests: 2; line 3: expected a captured request" in done.stderr
+    assert "lines skipped, which are not captured requests: 2; line 3: expected a captured request" in done.stderr
     assert "warm-up" in done.stdout
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
         assert (tmp_path / "record").read_text() == "7 8\n9\n"
     assert (
-        "warm_up.jsonl: lines passed over, which are no captured requests: 2; line 3"
-        in (tmp_path / "log").read_text()
+        "warm_up.jsonl: lines skipped, which are not captured requests: 2; line 3" in (tmp_path / "log").read_text()
     )
     done = tbe_serve("configure", str(bundle.parent), "--no-warm-up")
     (tmp_path / "record").unlink()

@@ -209,7 +209,7 @@ def test_each_rank_has_a_file_of_its_own(repository: Path, tmp_path: Path) -> No
         manifest["files"]["weights.1.bin"]["size_bytes"] = 10**9
 
     edit(bundle, share)
-    with pytest.raises(BundleError, match=r"rank 2: expected a file of weights of its own, .* that of rank 1"):
+    with pytest.raises(BundleError, match=r"rank 2: expected a file of weights of its own, .* also rank 1's"):
         open_bundle(bundle)
 
 

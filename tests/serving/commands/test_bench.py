@@ -110,7 +110,7 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
         assert report["answers_per_s"]["median"] * 2 == pytest.approx(report["samples_per_s"]["median"])
         assert list(report["errors"]) == ["InvalidRequest"]
         assert "1 of 3 requests are malformed and are not sent" in done.stderr
-        assert "captured.jsonl: lines passed over, which are no captured requests: 1; line 2: expected" in done.stderr
+        assert "captured.jsonl: lines skipped, which are not captured requests: 1; line 2: expected" in done.stderr
         assert "the answers were not checked" in done.stderr
         asked = metric(server, "tbe_samples_total", model="m") / metric(server, "tbe_requests_total", model="m")
         assert asked == 2

@@ -277,8 +277,8 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
     lines = (tmp_path / "delta_writer.log").read_text().splitlines()
     why, then = [line for line in lines if " deltas_applied: " not in line]
     assert why.partition(" ")[2] == (
-        f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: bring "
-        "it again, or remove it and all behind it, and publish what changed"
+        f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: copy "
+        "it again, or remove it and all after it, and publish what changed"
     )
     assert (
         " INFO tbe-serve deltas_go_on: m 1: deltas are applied up to " in then

@@ -30,9 +30,7 @@ def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: st
         assert found == [[1], [1]]
         assert passed_over.lines == 1
         (said,) = passed_over.said(path)
-        expected = (
-            f"{path}: lines passed over, which are no captured requests: 1; line 2: expected a captured request: "
-        )
+        expected = f"{path}: lines skipped, which are not captured requests: 1; line 2: expected a captured request: "
         assert said.startswith(expected)
 
 
