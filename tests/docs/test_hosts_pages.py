@@ -11,7 +11,7 @@ import pytest
 
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import table
-from tests.docs.test_readme import ROOT, SHARDING, TO_PACKAGE, blocks, package, run
+from tests.docs.test_readme import ROOT, SHARDING, blocks, export, package, run
 from tests.support.deadlines import PATIENT_S
 from tests.support.hosts import patient
 from tests.support.servers import Running, running
@@ -31,8 +31,8 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     folder = tmp_path_factory.mktemp("readme")
     package(folder)
-    (export,) = (block for block in blocks(SHARDING, "", "tbe-export model") if "--hosts-as-models" in block)
-    assert "published" in run(f"{TO_PACKAGE}{export}", folder)
+    (command,) = (block for block in blocks(SHARDING, "", "tbe-export model") if "--hosts-as-models" in block)
+    assert "published" in export(command, folder)
     (serve,) = blocks(SHARDING, "", "tbe-serve run")
     repository, *options = serve.split()[2:]
     run(f"tbe-serve configure {repository}/movies --shard-timeout-ms {1000 * PATIENT_S:.0f}", folder)

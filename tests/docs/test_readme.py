@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from benchmarks import peers_scores
 from benchmarks.peer_servers import PEERS
 from serving.bundle.load import open_bundle
 from serving.server import Ports, run_server
+from tests.support.commands import tbe_export
 from tests.support.deadlines import CALLING, PATIENT_S
+from tests.support.servers import tbe_serve
 
 ROOT = Path(__file__).parents[2]
 README, CLIENTS, SHARDING = "README.md", "docs/clients.md", "docs/sharding.md"
@@ -49,7 +52,14 @@ def patient(text: str, address: str) -> str:
 
 
 def run(text: str, cwd: Path) -> str:
-    """A shell block, with our commands as modules of this environment."""
+    """A shell block. A command of `tbe-serve` alone runs in this process, all else in a shell, with our commands as
+    modules of this environment.
+    """
+    if text.startswith("tbe-serve ") and not set(text) & set("|;&$"):
+        with chdir(cwd):
+            served = tbe_serve(*shlex.split(text.replace("\\\n", " "))[1:])
+        assert served.returncode == 0, served.stderr
+        return served.stdout
     for command, module in (("tbe-export", "export"), ("tbe-serve", "serving")):
         text = text.replace(command, f"{shlex.quote(sys.executable)} -m {module}")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -58,6 +68,18 @@ def run(text: str, cwd: Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def export(command: str, folder: Path) -> str:
+    """A command of `tbe-export` that names package.module, in this process: to import torchrec takes seconds."""
+    with chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        done = tbe_export(*shlex.split(command.replace("\\\n", " "))[1:])
+    for name in ("package.module", "package"):
+        sys.modules.pop(name, None)
+    assert done.exit_code == 0, done.output
+    output: str = done.output
+    return output
 
 
 def package(folder: Path, module: str = "from tests.support.models import collection as build\n") -> None:
@@ -79,11 +101,11 @@ class Served:
 def movies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """What the README exports, served as it says."""
     folder = tmp_path_factory.mktemp("readme")
-    (export,) = blocks(README, "python", "from torchrec")
+    (program,) = blocks(README, "python", "from torchrec")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         names: dict[str, Any] = {}
-        exec(export, names)
+        exec(program, names)
     assert names["bundle"] == folder / "repository/movies/1"
     (serve,) = blocks(README, "", "tbe-serve run")
     (repository,) = serve.partition("#")[0].split()[2:]
@@ -175,7 +197,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     exec(RANKER, names)
     model = names["build"]().eval()
     model.load_state_dict(torch.load("weights.pt"))
-    run(f"{TO_PACKAGE}{command}", tmp_path)
+    export(command, tmp_path)
     with run_server(Path("repository"), Ports(grpc=0, http=0, operations=0), log=tmp_path / "log") as server:
         exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]

@@ -11,16 +11,10 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples/notebooks"
-FIRST = "train_to_scores"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.stem, marks=() if path.stem == FIRST else pytest.mark.long)
-        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
-    ],
-)
+@pytest.mark.long  # `test_movielens.py` trains, exports and serves the same model from a program
+@pytest.mark.parametrize("name", sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")))
 def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOKS.parents[1]))
