@@ -30,6 +30,7 @@ from serving.model.settings import WeightsMemory
 from serving.server import delta_service
 from serving.tables import memory_budget
 from serving.tables.mutable_tables import LIVE_SERVER, live_copies
+from tests.support import server_waits
 from tests.support.commands import tbe_export
 from tests.support.mutable_tables import applying, publish_number, published, wait_until, wait_until_applied
 
@@ -268,11 +269,14 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
     bad = folder / "000000000001.safetensors"
     bad.write_bytes(b"bad")
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        wait_until(copies, lambda applied: "expected a delta" in applied.stopped)
         time.sleep(1)  # it is looked at several times
         bad.unlink()
         publish_number(path, 5, [3], DIM)
         wait_until_applied(copies, 1)
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
+        log = tmp_path / "delta_writer.log"
+        server_waits.wait_until(lambda: "deltas_go_on" in log.read_text(), "the log does not say that they go on")
         time.sleep(0.5)
     lines = (tmp_path / "delta_writer.log").read_text().splitlines()
     why, then = [line for line in lines if " deltas_applied: " not in line]
