@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.movielens import data
+from examples.movielens import data, demo, train
 from examples.movielens.model import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -67,16 +67,6 @@ def test_taking_samples_takes_their_bags() -> None:
     assert lengths.tolist() == [3, 0, 2, 3]
 
 
-# A third of the training, and no fresh process for each export, for `make test`.
-BRIEF = """
-from examples.movielens import demo, train
-from tests.support.reload_process import in_this_process
-train.EPOCHS = 1
-with in_this_process():
-    demo.main()
-"""
-
-
 def run_in(folder: Path, *arguments: str) -> str:
     """What Python prints in a folder."""
     done = subprocess.run(
@@ -91,23 +81,32 @@ def run_in(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(["-c", BRIEF], id="one epoch"),
-        pytest.param(["-m", "examples.movielens.demo"], id="as it is", marks=pytest.mark.long),
-    ],
-)
-def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Path, command: list[str]) -> None:
-    said = run_in(tmp_path, *command)
-    page = said[said.index("MovieLens-100k, from training to gRPC") :]
+def check_demo(page: str, folder: Path) -> None:
+    """The last page of the demo, and what it left in the folder."""
+    page = page[page.index("MovieLens-100k, from training to gRPC") :]
     table = re.findall(r"(float|int8, gRPC|int4, gRPC|int8, scores) +(0\.\d{5}) ", page)
     auc = {what: float(number) for what, number in table}
     assert auc["float"] > 0.69
     assert auc["int8, gRPC"] == pytest.approx(auc["float"], abs=5e-4)
     assert auc["int4, gRPC"] == pytest.approx(auc["float"], abs=5e-3)
     assert auc["int8, scores"] == pytest.approx(auc["int8, gRPC"], abs=1e-5)
-    assert (tmp_path / "build/demo/repository/movielens/1/manifest.json").exists()
+    assert (folder / "build/demo/repository/movielens/1/manifest.json").exists()
+
+
+def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a third of the training."""
+    monkeypatch.setattr(train, "EPOCHS", 1)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    demo.main()
+    check_demo(capsys.readouterr().out, tmp_path)
+
+
+@pytest.mark.long
+def test_the_demo_as_it_is(tmp_path: Path) -> None:
+    check_demo(run_in(tmp_path, "-m", "examples.movielens.demo"), tmp_path)
 
 
 @pytest.mark.long

@@ -64,7 +64,7 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(answer, field.name))
 
 
-@pytest.mark.parametrize("name", one_in(4, SERVED))
+@pytest.mark.parametrize("name", one_in(8, SERVED))
 def test_model_is_served_as_it_answers(tmp_path: Path, name: str) -> None:
     """Alone, and merged with others, from examples that its own is not."""
     module = module_of(name)

@@ -144,14 +144,28 @@ EXPORTS = ("export", "model", "--model", "m:model", "--repository", "r", "--name
         pytest.param(
             "engine", "from export import export_model", (), "torchrec", "export", id="export, by an engine"
         ),
-        pytest.param("server", "from export import export_model", (), "torchrec", "export", id="export, by a server"),
+        pytest.param(
+            "server",
+            "from export import export_model",
+            (),
+            "torchrec",
+            "export",
+            id="export, by a server",
+            marks=pytest.mark.long,
+        ),
         pytest.param("engine", COMMAND, SCORES, "pyarrow", "batch", id="score-files, by an engine"),
         pytest.param("engine", COMMAND, EXPORTS, "torchrec", "export", id="tbe-export, by an engine"),
         pytest.param(
             "engine", COMMAND, ("serving", "run", "BUNDLE"), "tritonserver", "server", id="run, by an engine"
         ),
         pytest.param(
-            "export", COMMAND, ("serving", "run", "BUNDLE"), "tritonserver", "server", id="run, by an export"
+            "export",
+            COMMAND,
+            ("serving", "run", "BUNDLE"),
+            "tritonserver",
+            "server",
+            id="run, by an export",
+            marks=pytest.mark.long,
         ),
     ],
 )

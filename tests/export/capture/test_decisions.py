@@ -19,6 +19,7 @@ from export import export_model
 from export.errors import ModelError, ParityError
 from serving.engine import Engine
 from serving.requests.encoding import encode
+from tests.support.long_cases import one_in
 from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection
 from tests.support.scored_models import EXACT
@@ -357,7 +358,7 @@ class Logging(Scored):
         return self.total(ids)
 
 
-@pytest.mark.parametrize("example", [None, (keyed(**A),)], ids=["without an example", "with one"])
+@pytest.mark.parametrize("example", one_in(2, [None, ((keyed(**A),),)]), ids=["without an example", "with one"])
 def test_a_model_that_answers_by_its_call_count_is_refused(example: Any, tmp_path: Path) -> None:
     counts: tuple[tuple[type[Scored], str], ...] = (
         (Counting, "calls"),
