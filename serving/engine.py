@@ -24,7 +24,7 @@ from serving.requests.accept import accept
 from serving.requests.answer_columns import AnswerColumns
 from serving.requests.answers import JaggedRows, decode
 from serving.requests.batches import Batch, PooledBatch, unmerge, unmerge_rows
-from serving.requests.chunks import chunk_limits, cut
+from serving.requests.chunks import cut, engine_chunk_limits
 from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.id_maps import IdMaps
@@ -368,7 +368,8 @@ class Engine(Closing):
     def _answer_batch(self, method: Method, nulls: Nulls, batch: Any) -> tuple[AnswerColumns[Any], int]:
         """The answer to a batch of a stream, and the number of its samples."""
         features, dense = features_and_dense(batch, method)
-        schema, limits = self.schema, chunk_limits(self.schema.all_features.dims.tolist())
+        schema, all_features = self.schema, self.schema.all_features
+        limits = engine_chunk_limits(all_features.dims.tolist(), has_sequences=bool(all_features.sequence.any()))
         if method == "lookup":
             tensors = self._encoded(features, (), nulls)
             chunks = cut(tensors, limits, schema.by_id)

@@ -3,6 +3,7 @@
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def _scored(
     columns, nulls = job.batch_scores.columns, job.batch_scores.nulls
 
     def requests() -> Iterator[Any]:
-        for first, batch in _read(part, columns):
+        for first, batch in _read_ahead(_read(part, columns)):
             batches.append((first, batch))
             yield columns.request(batch)
 
@@ -126,6 +127,15 @@ def _scored(
         else:
             yield job.batch_scores.table(batch, answer)
         rows_done(batch.num_rows)
+
+
+def _read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Read each batch on another thread while the one before it is scored."""
+    with ThreadPoolExecutor(1) as reader:
+        future = reader.submit(next, batches, None)
+        while (batch := future.result()) is not None:
+            future = reader.submit(next, batches, None)
+            yield batch
 
 
 def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:

@@ -13,6 +13,8 @@ from serving.requests.types import Ids, Tensors
 
 # With the default settings of a server, a request of this size takes one TBE call.
 _MAX_SAMPLES, _MAX_IDS = 4096, 128 << 10
+# Ids of pooled features that an engine looks up at once: 16 MiB.
+_MAX_POOLED_IDS = 2 << 20
 # Most bytes of the rows that the ids of a chunk read, and of the embeddings in its answer, as FP32.
 _MAX_ROW_BYTES = 64 << 20
 
@@ -37,6 +39,17 @@ def chunk_limits(dims: Sequence[int], max_samples: int = _MAX_SAMPLES, max_ids: 
         max(1, min(_MAX_SAMPLES, max_samples, floats // sum(dims))),
         max(1, min(_MAX_IDS, max_ids, floats // max(dims))),
     )
+
+
+def engine_chunk_limits(dims: Sequence[int], *, has_sequences: bool) -> ChunkLimits:
+    """The limits of chunks for an engine. A server limits the ids of a call; in an engine, rows for each id do.
+
+    Args:
+        dims: columns of each feature in an answer.
+        has_sequences: whether the answer of a feature has a row for each id.
+    """
+    limits = chunk_limits(dims)
+    return limits if has_sequences else limits._replace(max_ids=_MAX_POOLED_IDS)
 
 
 def cut(tensors: Tensors, limits: ChunkLimits, by_id: Mapping[str, str]) -> Iterator[Tensors]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serving.errors import InvalidRequest
 from serving.requests.answers import JaggedRows
-from serving.requests.chunks import ChunkLimits, chunk_limits, cut, joined
+from serving.requests.chunks import ChunkLimits, chunk_limits, cut, engine_chunk_limits, joined
 from serving.requests.encoding import encode
 from serving.requests.types import Tensors
 
@@ -73,6 +73,8 @@ def test_limits_are_the_lowest_of_all() -> None:
     assert chunk_limits([8, 8], max_samples=10, max_ids=20) == ChunkLimits(10, 20)
     assert chunk_limits([1 << 20] * 4) == ChunkLimits(4, 16)
     assert chunk_limits([1 << 30]) == ChunkLimits(1, 1)
+    assert engine_chunk_limits([8, 8], has_sequences=True) == chunk_limits([8, 8])
+    assert engine_chunk_limits([8, 8], has_sequences=False) == ChunkLimits(4096, 2 << 20)
 
 
 def test_answers_are_joined_sample_after_sample() -> None:

@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.engine.chunk_limits", lambda _: ChunkLimits(3, 20))
+    monkeypatch.setattr("serving.engine.engine_chunk_limits", lambda _, **__: ChunkLimits(3, 20))
 
 
 def random_batch(seed: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
