@@ -4,6 +4,7 @@ A graph holds such values as constants of the export, without their origin. So t
 that read them are recorded with their line. Random numbers of torch are nodes of the graph instead.
 """
 
+import cProfile
 import datetime
 import gc
 import random
@@ -88,7 +89,9 @@ class OutsideReads:
             yield
         finally:
             sys.settrace(trace)
-            sys.setprofile(profile)
+            sys.setprofile(profile if callable(profile) else None)
+            if isinstance(profile, cProfile.Profile):  # a profiler in C, which sys.setprofile cannot set
+                profile.enable()
             self._lines.clear()
 
     def expect_no_draws(self) -> None:

@@ -24,7 +24,7 @@ from serving.client.metadata import Metadata
 from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
 from serving.client.session import Call, MakeCall, Session
-from serving.client.streams import IN_FLIGHT, Answered, AnswerStream, Chunk, as_async, check_stream
+from serving.client.streams import IN_FLIGHT, Answered, AnswerStream, Chunk, as_async
 from serving.closing import AsyncClosing, Closing
 from serving.errors import DeadlineExceeded, InternalError, RequestCancelled
 from serving.ordered_map import map_in_order
@@ -324,24 +324,28 @@ class LookupClient(_Client, Closing):
             ServingError: as `score` and `lookup`; the message begins with the number of the batch, from 0.
             ConfigurationError: `method`, `errors`, `in_flight` or `timeout_s` is invalid.
         """
-        check_stream(method, errors, in_flight)
-        check_timeout(timeout_s)
-        stream = AnswerStream(self._session, method, nulls, errors, progress)
-        return self._streamed(batches, stream, in_flight, timeout_s)
+        stream = AnswerStream(
+            self._session,
+            method,
+            nulls=nulls,
+            errors=errors,
+            in_flight=in_flight,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return self._streamed(batches, stream)
 
-    def _streamed(
-        self, batches: Iterable[Any], stream: AnswerStream, in_flight: int, timeout_s: float
-    ) -> Iterator[Any]:
+    def _streamed(self, batches: Iterable[Any], stream: AnswerStream) -> Iterator[Any]:
         def chunks() -> Iterator[Chunk]:
             for number, batch in enumerate(batches):
-                yield from _result(stream.chunks(self._caller(timeout_s), number, batch))
+                yield from _result(stream.chunks(self._caller(stream.timeout_s), number, batch))
 
         def answer(chunk: Chunk) -> Answered:
-            return _result(stream.answer(self._caller(timeout_s), chunk))
+            return _result(stream.answer(self._caller(stream.timeout_s), chunk))
 
-        with ThreadPoolExecutor(in_flight) as pool:
-            for answered in map_in_order(pool, answer, chunks(), ahead=in_flight - 1):
-                yield from _result(stream.join(self._caller(timeout_s), answered))
+        with ThreadPoolExecutor(stream.in_flight) as pool:
+            for answered in map_in_order(pool, answer, chunks(), ahead=stream.in_flight - 1):
+                yield from _result(stream.join(self._caller(stream.timeout_s), answered))
 
     def close(self) -> None:
         """Close the channel and cancel its calls."""
@@ -415,26 +419,32 @@ class AsyncLookupClient(_Client, AsyncClosing):
         progress: SamplesDone = lambda _: None,
     ) -> AsyncIterator[Any]:
         """As `LookupClient.stream`, for `async for`. `batches` may be asynchronous."""
-        check_stream(method, errors, in_flight)
-        check_timeout(timeout_s)
-        stream = AnswerStream(self._session, method, nulls, errors, progress)
-        return self._streamed(batches, stream, in_flight, timeout_s)
+        stream = AnswerStream(
+            self._session,
+            method,
+            nulls=nulls,
+            errors=errors,
+            in_flight=in_flight,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+        return self._streamed(batches, stream)
 
     async def _streamed(
-        self, batches: Iterable[Any] | AsyncIterable[Any], stream: AnswerStream, in_flight: int, timeout_s: float
+        self, batches: Iterable[Any] | AsyncIterable[Any], stream: AnswerStream
     ) -> AsyncIterator[Any]:
         tasks: deque[asyncio.Task[Answered]] = deque()
         number = 0
         try:
             async for batch in as_async(batches):
-                for chunk in await stream.chunks(self._caller(timeout_s), number, batch):
-                    tasks.append(asyncio.create_task(stream.answer(self._caller(timeout_s), chunk)))
-                    if len(tasks) == in_flight:
-                        for answer in await stream.join(self._caller(timeout_s), await tasks.popleft()):
+                for chunk in await stream.chunks(self._caller(stream.timeout_s), number, batch):
+                    tasks.append(asyncio.create_task(stream.answer(self._caller(stream.timeout_s), chunk)))
+                    if len(tasks) == stream.in_flight:
+                        for answer in await stream.join(self._caller(stream.timeout_s), await tasks.popleft()):
                             yield answer
                 number += 1
             while tasks:
-                for answer in await stream.join(self._caller(timeout_s), await tasks.popleft()):
+                for answer in await stream.join(self._caller(stream.timeout_s), await tasks.popleft()):
                     yield answer
         finally:
             for task in tasks:

@@ -6,15 +6,22 @@ Both clients share it. As in a session, its coroutines make calls by a function 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from serving.arguments import check_argument
+from serving.arguments import check_argument, check_timeout
 from serving.client.messages import Answer, Scores
 from serving.client.model_info import ModelInfo
 from serving.client.session import MakeCall, Session
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
-from serving.requests import streams
 from serving.requests.chunks import chunk_limits, cut, joined
 from serving.requests.input_forms import Nulls
-from serving.requests.streams import Errors, Method, SamplesDone, name_batch, name_chunk, sample_count
+from serving.requests.streams import (
+    Errors,
+    Method,
+    SamplesDone,
+    check_stream,
+    name_batch,
+    name_chunk,
+    sample_count,
+)
 from serving.requests.types import Tensors
 
 IN_FLIGHT = 4
@@ -54,9 +61,30 @@ class Answered(NamedTuple):
 
 
 class AnswerStream:
-    """The batches of one stream. Its arguments are those of `LookupClient.stream`."""
+    """The batches of one stream. Its arguments are those of `LookupClient.stream`.
 
-    def __init__(self, session: Session, method: Method, nulls: Nulls, errors: Errors, progress: SamplesDone) -> None:
+    Raises:
+        ConfigurationError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        method: Method,
+        *,
+        nulls: Nulls,
+        errors: Errors,
+        in_flight: int,
+        timeout_s: float,
+        progress: SamplesDone,
+    ) -> None:
+        check_stream(method, errors)
+        check_argument("in_flight", in_flight, int)
+        if not 1 <= in_flight <= _MAX_IN_FLIGHT:
+            raise ConfigurationError(f"in_flight: expected 1 to {_MAX_IN_FLIGHT}, got {in_flight}")
+        check_timeout(timeout_s)
+        self.in_flight = in_flight
+        self.timeout_s = timeout_s
         self._session = session
         self._method: Method = method
         self._nulls: Nulls = nulls
@@ -132,18 +160,6 @@ def _chunks(number: int, info: ModelInfo, requests: Iterator[Tensors]) -> Iterat
         first += sample_count(tensors)
         tensors = following
     yield Chunk(number, first, Request(info, tensors), is_last=True)
-
-
-def check_stream(method: Any, errors: Any, in_flight: Any) -> None:
-    """Refuse arguments of a stream that are invalid.
-
-    Raises:
-        ConfigurationError: naming the argument.
-    """
-    streams.check_stream(method, errors)
-    check_argument("in_flight", in_flight, int)
-    if not 1 <= in_flight <= _MAX_IN_FLIGHT:
-        raise ConfigurationError(f"in_flight: expected 1 to {_MAX_IN_FLIGHT}, got {in_flight}")
 
 
 async def as_async(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -24,6 +24,7 @@ from serving.engine import Engine
 from tests.support import candidate_model
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
 from tests.support.history_model import random_histories, with_histories
+from tests.support.long_cases import one_in
 from tests.support.managed_collision import bags_of, behind, dealt, mch, trained, zch
 from tests.support.ranker import ranker
 from tests.support.scored_models import EXACT
@@ -189,7 +190,7 @@ def test_raw_ids_of_an_input_hash_size_read_the_rows_that_the_specification_says
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("output_dtype", ["FP32", "FP16"])
+@pytest.mark.parametrize("output_dtype", one_in(2, ["FP16", "FP32"]))
 def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dtype: str, tmp_path: Path) -> None:
     config = ExportConfig(
         dtype={"*": WeightDtype.INT4},
@@ -224,7 +225,7 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("output_dtype", [OutputDtype.FP32, OutputDtype.FP16])
+@pytest.mark.parametrize("output_dtype", one_in(2, [OutputDtype.FP16, OutputDtype.FP32]))
 def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: OutputDtype, tmp_path: Path) -> None:
     bundle = export_model(Mixed(), tmp_path / "r", "m", ExportConfig(output_dtype=output_dtype))
     reader = Reader(with_histories(bundle, fixed_lengths={"seen": 2}))
@@ -263,7 +264,7 @@ def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", one_in(2, [2, 1]))
 def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Path) -> None:
     """Section 6: `placement_digest`, `weights_host` and `forward`, by torch alone."""
     config = ExportConfig(sharding=Sharding(ranks=ranks, types={"*": "row_wise"}))

@@ -39,6 +39,8 @@ def sums(numbers: Tensor, lengths: Tensor) -> Tensor:
 class Histories(nn.Module):
     """Each jagged input is seen in the answer."""
 
+    is_relative: torch.jit.Final[bool] = False
+
     def forward(
         self,
         embeddings: Tensor,
@@ -54,28 +56,15 @@ class Histories(nn.Module):
         attended = sums(recent.float() * (1 + recent_ids % 3).unsqueeze(1), recent_lengths)
         total = embeddings.float().sum(1) + price.sum(1) + sums(words, words_lengths).sum(1)
         sent = [recent_lengths.float(), words_lengths.float(), genres_lengths.float(), sums(genres, genres_lengths)]
+        if self.is_relative:
+            attended, total = attended - attended.mean(0), total - total.mean(0)
         return attended, total, torch.stack(sent, dim=1)
 
 
 class Relative(Histories):
     """The same, less what all samples have: they must not be scored with those of other requests."""
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        price: Tensor,
-        recent: Tensor,
-        recent_lengths: Tensor,
-        recent_ids: Tensor,
-        words: Tensor,
-        words_lengths: Tensor,
-        genres_lengths: Tensor,
-        genres: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        attended = sums(recent.float() * (1 + recent_ids % 3).unsqueeze(1), recent_lengths)
-        total = embeddings.float().sum(1) + price.sum(1) + sums(words, words_lengths).sum(1)
-        sent = [recent_lengths.float(), words_lengths.float(), genres_lengths.float(), sums(genres, genres_lengths)]
-        return attended - attended.mean(0), total - total.mean(0), torch.stack(sent, dim=1)
+    is_relative = True
 
 
 def say(**changes: Any) -> Callable[[DensePart], DensePart]:

@@ -1,5 +1,7 @@
 """Random numbers that a forward draws in eval mode, of Python and numpy: a graph would have those of the export."""
 
+import cProfile
+import pstats
 import random
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,12 @@ def test_numbers_that_are_the_same_in_each_call_are_served(kind: type[Scored], e
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example)
     with Engine.open(bundle) as engine, torch.no_grad():
         np.testing.assert_allclose(engine.score(IDS)["scores"], module(keyed(IDS)).numpy(), atol=1e-5)
+
+
+def test_an_export_can_be_profiled(tmp_path: Path) -> None:
+    """A profiler in C, as cProfile before Python 3.12, is no function that `sys.setprofile` takes."""
+    profile = cProfile.Profile()
+    with profile:
+        export_model(SeededPython().eval(), tmp_path / "r", "m", EXACT)
+    functions = {name for _, _, name in pstats.Stats(profile).stats}  # type: ignore[attr-defined]
+    assert {"export_model", "publish"} <= functions
