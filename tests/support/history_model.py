@@ -39,7 +39,8 @@ def sums(numbers: Tensor, lengths: Tensor) -> Tensor:
 class Histories(nn.Module):
     """Each jagged input is seen in the answer."""
 
-    is_relative: torch.jit.Final[bool] = False
+    is_relative = False
+    __constants__ = ("is_relative",)
 
     def forward(
         self,

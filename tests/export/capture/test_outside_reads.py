@@ -16,6 +16,7 @@ from torchrec import KeyedJaggedTensor
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection
 from tests.support.scored_models import EXACT
 
@@ -101,7 +102,7 @@ def keyed(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([*bags], torch.tensor(flat), lengths=lengths)
 
 
-@pytest.mark.parametrize("example", [None, (keyed(IDS),)], ids=["without an example", "with one"])
+@pytest.mark.parametrize("example", one_in(2, [None, ((keyed(IDS),),)]), ids=["without an example", "with one"])
 @pytest.mark.parametrize("kind", RANDOM)
 def test_random_numbers_are_refused_by_the_line_that_draws_them(
     kind: type[Scored], example: Any, tmp_path: Path
@@ -113,7 +114,7 @@ def test_random_numbers_are_refused_by_the_line_that_draws_them(
     assert not (tmp_path / "r" / "m").exists()
 
 
-@pytest.mark.parametrize("example", [None, (keyed(IDS),)], ids=["without an example", "with one"])
+@pytest.mark.parametrize("example", one_in(2, [None, ((keyed(IDS),),)]), ids=["without an example", "with one"])
 @pytest.mark.parametrize("kind", [SeededPython, SeededNumpy, InTraining])
 def test_numbers_that_are_the_same_in_each_call_are_served(kind: type[Scored], example: Any, tmp_path: Path) -> None:
     module = kind().eval()
