@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 # What `export` takes of `serving`, and why.
 EXPORT_MAY_IMPORT = {
     "serving.arguments": "configs of both sides are checked in one way",
+    "serving.batch": "columns of labelled rows are named as `tbe-serve score-files` names them",
     "serving.bundle": "the format that both agree on",
     "serving.engine": "a bundle is opened and answers before it is published, as serving does it",
     "serving.errors": "configuration has one error on both sides",

@@ -12,6 +12,7 @@ from export.compare.dtype_study import DtypeOptions, DtypeStudy
 from export.compare.labelled_rows import LabelledRows
 from export.config import ExportConfig
 from export.plan.sharding import Sharding
+from serving.batch.columns import read_column_names
 from serving.bundle.formats import WeightDtype
 from serving.errors import ConfigurationError
 from serving.terminal.options import shared_options
@@ -70,6 +71,13 @@ def _labelled_options(
     label: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="The column of --labelled with 0 or 1 for each row.")
     ] = None,
+    columns: Annotated[
+        Path | None,
+        typer.Option(
+            help="A TOML file with the columns of --labelled whose names differ from the model's inputs, as for "
+            "`tbe-serve score-files --columns`."
+        ),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +106,8 @@ def _labelled_options(
 ) -> LabelledOptions | None:
     if labelled is None:
         needs_labelled: dict[str, Any] = {
-            "label": label, "output": output, "max_auc_loss": max_auc_loss, "example": example, "config": config
+            "label": label, "columns": columns, "output": output, "max_auc_loss": max_auc_loss, "example": example,
+            "config": config,
         }  # fmt: skip
         for option, value in needs_labelled.items():
             if value is not None:
@@ -109,7 +118,7 @@ def _labelled_options(
     settings = {name: value for name, value in settings.items() if name not in ("dtype", "max_error")}
     return LabelledOptions(
         measured=DtypeOptions(
-            rows=LabelledRows(labelled, label),
+            rows=LabelledRows(labelled, label, read_column_names(columns)),
             output=output,
             max_auc_loss=_MAX_AUC_LOSS if max_auc_loss is None else max_auc_loss,
         ),

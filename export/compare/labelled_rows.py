@@ -1,16 +1,16 @@
 """Labelled rows in batches: from parquet files, or from JSON lines as `tbe-export model --labelled` takes them."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from export.scores.labelled_requests import LabelledRequest, Labels, outputs_with_labels, read_labelled
+from serving.batch.columns import BatchColumns, ModelInputs
 from serving.errors import ConfigurationError
 from serving.pins import not_installed
-from serving.requests.frames import columns_of, weights_column
 
 # Rows of a parquet file that are scored at a time.
 BATCH_ROWS = 2048
@@ -60,13 +60,17 @@ class LabelledRows:
     Attributes:
         path: a parquet file, a folder with parquet files, or a file of JSON lines.
         label: the column with the labels of parquet files. None for JSON lines, which have labels themselves.
+        column_names: of parquet files: the column of each input that has another name there, as `BatchColumns` takes
+            them.
 
     Raises:
-        ConfigurationError: the path does not exist; parquet files have no label column, or JSON lines have one.
+        ConfigurationError: the path does not exist; parquet files have no label column; JSON lines have one, or have
+            names of columns.
     """
 
     path: Path
     label: str | None
+    column_names: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         is_parquet = self.path.suffix == _SUFFIX or self.path.is_dir()
@@ -77,6 +81,10 @@ class LabelledRows:
                 f"label: expected a parquet file *{_SUFFIX} or a folder of them as --labelled, got {self.path}: JSON "
                 "lines have their labels in each line"
             )
+        if not is_parquet and self.column_names:
+            raise ConfigurationError(
+                f"columns: expected a parquet file *{_SUFFIX} or a folder of them as --labelled, got {self.path}"
+            )
         if not self.path.exists():
             raise ConfigurationError(f"labelled: {self.path}: expected a file or folder, found none")
 
@@ -84,8 +92,9 @@ class LabelledRows:
         """Check that the rows can be read, and return a function that reads them from the first one.
 
         Raises:
-            ConfigurationError: the rows cannot be read, a column is missing, or JSON lines have no labels for the
-                output. The function raises it for a label that is not 0 or 1.
+            ConfigurationError: the rows cannot be read, a column is missing, a name of `column_names` is no input of
+                the model, or JSON lines have no labels for the output. The function raises it for a label that is not
+                0 or 1.
         """
         label = self.label
         if label is None:
@@ -96,9 +105,14 @@ class LabelledRows:
         files = sorted(self.path.rglob(f"*{_SUFFIX}")) if self.path.is_dir() else [self.path]
         if not files:
             raise ConfigurationError(f"labelled: {self.path}: expected files *{_SUFFIX} in it, found none")
+        inputs = ModelInputs(
+            keys=tuple(columns.features), weighted=tuple(columns.weighted), dense=tuple(columns.dense), outputs={}
+        )
+        read_columns = BatchColumns(inputs, self.column_names, keep=())
         for file in files:
-            _expect_columns(file, [*columns.features, *columns.dense, label])
-        return lambda: (batch for file in files for batch in _read_parquet(file, columns, label))
+            with _parquet_file(file) as parquet:
+                _columns_to_read(file, parquet.schema_arrow, read_columns, label)
+        return lambda: (batch for file in files for batch in _read_parquet(file, read_columns, label))
 
 
 def _parquet_file(path: Path) -> Any:
@@ -113,22 +127,18 @@ def _parquet_file(path: Path) -> Any:
         raise ConfigurationError(f"labelled: {path}: expected a parquet file that can be read: {error}") from error
 
 
-def _expect_columns(path: Path, names: Sequence[str]) -> None:
-    with _parquet_file(path) as file:
-        present = file.schema_arrow.names
-    for name in names:
-        if name not in present:
-            raise ConfigurationError(
-                f"labelled: {path}: expected a column {name!r}, got the columns {', '.join(map(repr, present))}"
-            )
+def _columns_to_read(path: Path, schema: Any, columns: BatchColumns, label: str) -> list[str]:
+    if label not in schema.names:
+        raise ConfigurationError(
+            f"labelled: {path}: expected a column {label!r}, got the columns {', '.join(map(repr, schema.names))}"
+        )
+    return list(dict.fromkeys([*columns.of_file(f"labelled: {path}", schema), label]))
 
 
-def _read_parquet(path: Path, columns: LabelledColumns, label: str) -> Iterator[LabelledBatch]:
-    weights = [weights_column(feature) for feature in columns.weighted]
+def _read_parquet(path: Path, columns: BatchColumns, label: str) -> Iterator[LabelledBatch]:
     start = 0
     with _parquet_file(path) as file:
-        names = [*columns.features, *columns.dense, *weights, label]
-        names = [name for name in dict.fromkeys(names) if name in file.schema_arrow.names]
+        names = _columns_to_read(path, file.schema_arrow, columns, label)
         batches = file.iter_batches(BATCH_ROWS, columns=names)
         while True:
             try:
@@ -142,8 +152,7 @@ def _read_parquet(path: Path, columns: LabelledColumns, label: str) -> Iterator[
             stop = start + batch.num_rows
             yield LabelledBatch(
                 f"labelled: {path}: rows {start} to {stop - 1}",
-                columns_of(batch, columns.features, columns.weighted),
-                columns_of(batch, columns.dense),
+                *columns.request(batch),
                 labels_of_column(path, label, batch[label], start),
             )
             start = stop

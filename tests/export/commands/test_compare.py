@@ -37,13 +37,17 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         ([*PLANTED, "--labelled", "T", "--max-auc-loss", "0"], "--max-auc-loss: expected > 0"),
         ([*PLANTED, "--labelled", "T", "--config", "T"], "t.toml: Object contains unknown field"),
         ([*PLANTED, "--label", "c"], "--label: expected --labelled with it"),
+        ([*PLANTED, "--columns", "T"], "--columns: expected --labelled with it"),
+        ([*PLANTED, "--labelled", "d.jsonl", "--columns", "N"], "--columns: expected a parquet file"),
         ([*PLANTED, "--output", "a"], "--output: expected --labelled with it"),
         ([*PLANTED, "--max-auc-loss", "0.1"], "--max-auc-loss: expected --labelled with it"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
-    (tmp_path / "t.toml").write_text(TABLES)
-    given = [str(tmp_path / "t.toml") if each == "T" else each for each in arguments]
+    files = {"T": tmp_path / "t.toml", "N": tmp_path / "n.toml"}
+    files["T"].write_text(TABLES)
+    files["N"].write_text('item = "id"\n')
+    given = [str(files.get(argument, argument)) for argument in arguments]
     done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *given])
     assert done.exit_code == 1
     assert why in done.output

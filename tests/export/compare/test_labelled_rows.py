@@ -56,6 +56,25 @@ def test_a_column_of_weights_goes_with_its_feature(tmp_path: Path) -> None:
     assert batch.features["item"]["weights"].to_pylist() == [[0.5], [2.0]]
 
 
+def test_inputs_are_read_from_columns_of_other_names(tmp_path: Path) -> None:
+    day = write(tmp_path / "day.parquet", [0, 1], id=pa.array([[5], [6]]), w=pa.array([[0.5], [2.0]]), age=[7.0, 8.0])
+    names = {"item": "id", "item.weights": "w", "price": ["price", "age"]}
+    (batch,) = LabelledRows(day, "click", names).open(COLUMNS)()
+    assert batch.features["item"]["values"].to_pylist() == [[5], [6]]
+    assert batch.features["item"]["weights"].to_pylist() == [[0.5], [2.0]]
+    assert batch.dense["price"].to_pylist() == [{"price": 0.0, "age": 7.0}, {"price": 1.0, "age": 8.0}]
+
+
+def test_names_of_columns_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    day = write(tmp_path / "day.parquet", [0, 1])
+    with pytest.raises(ConfigurationError, match="columns: 'itme': expected an input of the model, one of 'item'"):
+        LabelledRows(day, "click", {"itme": "item"}).open(COLUMNS)
+    with pytest.raises(ConfigurationError, match="expected a column 'id' for the input 'item': name another in --columns"):
+        LabelledRows(day, "click", {"item": "id"}).open(COLUMNS)
+    with pytest.raises(ConfigurationError, match="columns: expected a parquet file"):
+        LabelledRows(tmp_path / "day.jsonl", None, {"item": "id"})
+
+
 @pytest.mark.parametrize("kind", [pa.bool_(), pa.int64(), pa.uint8(), pa.float32()])
 def test_labels_of_any_numbers_are_taken(tmp_path: Path, kind: pa.DataType) -> None:
     labels = pa.array([0, 1, 1]).cast(kind)
