@@ -86,7 +86,12 @@ def main() -> None:
     """Run everything in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer workloads; nothing is written")
-    parser.add_argument("--only", metavar="PART", help="this part alone, such as 'whole models'; nothing is written")
+    parser.add_argument(
+        "--only",
+        metavar="PART",
+        choices=[part for part, _ in ALL],
+        help="this part alone, such as 'whole models'; nothing is written",
+    )
     parser.add_argument(
         "--replace", action="store_true", help="with --only: write the part in place of the last whole run's"
     )

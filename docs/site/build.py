@@ -9,10 +9,13 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from docs.site.pages import site_page, site_paths
+from docs.site.pages import site_page, site_paths, with_programs
 from docs.site.reference import reference_pages
 
 _CONFIG = Path(__file__).with_name("mkdocs.yml")
+_STYLE = Path(__file__).with_name("extra.css")
+# The page about clients in other languages, on which the site shows their programs.
+_CLIENTS = "examples/clients/README.md"
 
 
 def build_site(root: Path, out: Path) -> Path:
@@ -41,7 +44,7 @@ def build_site(root: Path, out: Path) -> Path:
 
 
 def _write_pages(root: Path, folder: Path) -> dict[str, str]:
-    """Write every page and image of the site, and return the pages' Markdown by path."""
+    """Write every page, image and download of the site, and return the pages' Markdown by path."""
     paths = site_paths(root)
     pages = reference_pages()
     for source, path in paths.items():
@@ -51,6 +54,8 @@ def _write_pages(root: Path, folder: Path) -> dict[str, str]:
             pages[path] = site_page((root / source).read_text(), source, paths)
         else:
             shutil.copy(root / source, target)
+    pages[paths[_CLIENTS]] = with_programs(pages[paths[_CLIENTS]], root)
+    shutil.copy(_STYLE, folder)
     _write_markdown(pages, folder, index=False)
     return pages
 

@@ -11,19 +11,32 @@ _TOP = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
+    "examples/clients/README.md": "other-languages.md",
 }
+# Files that readers take from the site, such as manifests and programs. Their paths are those in the repository.
+_DOWNLOADS = (
+    "deploy/**/*",
+    "examples/clients/**/*",
+    "examples/notebooks/*.ipynb",
+    "serving/protocol/descriptors.binpb",
+)
 # Text and target of a link or an image. The text may hold code, but no other link.
 _LINK = re.compile(r"(!?)\[((?:`[^`]*`|[^\]`])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def site_paths(root: Path) -> dict[str, str]:
-    """The path in the site of every page and image of the repository, by its path in the repository."""
+    """The path in the site of every page, image and download of the repository, by its path in the repository."""
     paths = dict(_TOP)
     for file in sorted((root / "docs").rglob("*")):
         if file.suffix in {".md", ".png", ".svg"}:
             path = file.relative_to(root / "docs").as_posix()
             paths[f"docs/{path}"] = path.replace("README.md", "index.md")
+    for pattern in _DOWNLOADS:
+        for file in sorted(root.glob(pattern)):
+            path = file.relative_to(root).as_posix()
+            if file.is_file() and path not in paths:
+                paths[path] = path
     return paths
 
 
@@ -56,3 +69,15 @@ def site_page(text: str, source: str, paths: Mapping[str, str]) -> str:
         parts += [_LINK.sub(replaced, text[end : fence.start()]), fence.group()]
         end = fence.end()
     return "".join([*parts, _LINK.sub(replaced, text[end:])])
+
+
+def with_programs(text: str, root: Path) -> str:
+    """A page of the site, with each program of examples/ that it links in a section of its own.
+
+    Raises:
+        OSError: a program cannot be read.
+    """
+    targets = dict.fromkeys(target for _, _, target, _ in _LINK.findall(text))
+    programs = [root / target for target in targets if target.startswith("examples/") and not target.endswith(".sh")]
+    sections = [f"## {program.name}\n\n```{program.suffix[1:]}\n{program.read_text()}```" for program in programs]
+    return "\n\n".join([text.rstrip(), *sections]) + "\n"

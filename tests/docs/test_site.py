@@ -95,12 +95,16 @@ SEARCHES = {
     "NetworkPolicy": "kubernetes/",
     "LookupClient timeout_s": "api/client/",
     "DEADLINE_EXCEEDED": "errors/",
+    "scrape Prometheus token": "monitoring/",
+    "make certificates": "tls/",
+    "Go client": "other-languages/",
 }
 
 
 def test_the_search_finds_pages_among_the_first_three(page: Page, url: str, site: Path) -> None:
     page.goto(f"{url}{site.name}/", wait_until="networkidle")
     page.keyboard.press("/")
+    page.get_by_role("combobox").wait_for()  # letters that are typed before the search is there are lost
     for query, path in SEARCHES.items():
         page.keyboard.press("Control+A")
         page.keyboard.type(query)
@@ -121,7 +125,7 @@ def test_the_search_finds_pages_among_the_first_three(page: Page, url: str, site
 def test_a_dead_anchor_fails_the_build_and_leaves_the_site_that_is_there(tmp_path: Path) -> None:
     for name in TOP_FILES:
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("docs", "serving", "export"):
+    for name in ("deploy", "docs", "examples", "export", "serving"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "docs" / "sharding.md").open("a") as file:
         file.write("\n[limits](export.md#no-such-heading)\n")
@@ -148,7 +152,9 @@ def test_every_page_is_there_as_markdown_and_listed_for_language_models(site: Pa
         ("[README](../README.md#use-it)", "[README](index.md#use-it)"),
         ("[why](decisions/README.md)", "[why](decisions/index.md)"),
         ("[test_files](../tests/serving/test_files.py)", "`tests/serving/test_files.py`"),
-        ("[the image](../deploy/Dockerfile)", "the image (`deploy/Dockerfile`)"),
+        ("[the image](../deploy/Dockerfile)", "[the image](deploy/Dockerfile)"),
+        ("[clients](../examples/clients/README.md)", "[clients](other-languages.md)"),
+        ("[the filter](../serving/server/process_setup.py)", "the filter (`serving/server/process_setup.py`)"),
         ("![way](way.svg)", "![way](way.svg)"),
         ("[here](#scores)", "[here](#scores)"),
         ("[x](https://example.com/a.md)", "[x](https://example.com/a.md)"),
@@ -157,6 +163,14 @@ def test_every_page_is_there_as_markdown_and_listed_for_language_models(site: Pa
 )
 def test_links_lead_to_pages_of_the_site(link: str, expected: str) -> None:
     assert site_page(link, "docs/operating.md", site_paths(ROOT)) == expected
+
+
+def test_the_site_has_the_files_that_its_pages_link(site: Path) -> None:
+    for path in ("deploy/Dockerfile", "deploy/prometheus/alerts.yaml", "serving/protocol/descriptors.binpb"):
+        assert (site / path).read_bytes() == (ROOT / path).read_bytes()
+    programs = (site / "other-languages.md").read_text()
+    assert (ROOT / "examples" / "clients" / "go" / "ranker.go").read_text() in programs
+    assert "make test-all" in programs
 
 
 def test_links_between_folders_are_relative() -> None:

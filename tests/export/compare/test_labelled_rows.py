@@ -69,7 +69,9 @@ def test_names_of_columns_that_cannot_be_used_are_refused(tmp_path: Path) -> Non
     day = write(tmp_path / "day.parquet", [0, 1])
     with pytest.raises(ConfigurationError, match="columns: 'itme': expected an input of the model, one of 'item'"):
         LabelledRows(day, "click", {"itme": "item"}).open(COLUMNS)
-    with pytest.raises(ConfigurationError, match="expected a column 'id' for the input 'item': name another in --columns"):
+    with pytest.raises(
+        ConfigurationError, match="expected a column 'id' for the input 'item': name another in --columns"
+    ):
         LabelledRows(day, "click", {"item": "id"}).open(COLUMNS)
     with pytest.raises(ConfigurationError, match="columns: expected a parquet file"):
         LabelledRows(tmp_path / "day.jsonl", None, {"item": "id"})
