@@ -37,6 +37,8 @@ def status_tables(status: Status) -> Iterator[Table]:
     """The status of a server as tables."""
     yield _server(status)
     yield _versions(status.models)
+    if (programs := _programs(status.models)).row_count:
+        yield programs
     if (reasons := _reasons(status.models)).row_count:
         yield reasons
     if (hosts := _hosts(status.models)).row_count:
@@ -72,9 +74,7 @@ def _server(status: Status) -> Table:
 
 
 def _versions(models: Iterable[ModelStatus]) -> Table:
-    table = _table(
-        "model", "version", "state", "chosen by", "instances", "tables", "in page cache", "kernels", "delta"
-    )
+    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache", "delta")
     for model in models:
         for version in model.versions:
             table.add_row(
@@ -85,9 +85,24 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
                 str(len(version.instances)),
                 _size(version.weights_bytes),
                 _size(version.cached_bytes),
-                "" if version.kernels is None else version.kernels.instruction_set,
                 "" if version.deltas is None else f"{version.deltas.sequence:,}",
             )
+    return table
+
+
+def _programs(models: Iterable[ModelStatus]) -> Table:
+    """What makes the answers of the versions that serve."""
+    table = _table("model", "version", "kernels", "lookups", "scores")
+    for model in models:
+        for version in model.versions:
+            if version.kernels is not None:
+                table.add_row(
+                    model.name,
+                    str(version.version),
+                    version.kernels.instruction_set,
+                    ", ".join(sorted({programs.lookup for programs in version.programs})),
+                    ", ".join(sorted({programs.scores for programs in version.programs})),
+                )
     return table
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serving.bundle.load import open_bundle, versions
 from serving.bundle.manifest import WEIGHTS_FILES
@@ -27,7 +28,7 @@ _WEIGHTS = re.compile(
     rf"^([0-9a-f]+)-([0-9a-f]+) .*/(?:weights\.\d+\.bin|{COPY_PREFIX}[0-9a-f]{{64}}|{LIVE_PREFIX}[0-9a-f-]+)$",
     re.MULTILINE,
 )
-_SLOW_KERNELS = re.compile(r"^tbe_slow_kernels\{(.*)\} (\S+)$", re.MULTILINE)
+_SERIES = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _LIVE = re.compile(rf"(/\S*/{LIVE_PREFIX}[0-9a-f-]+)$", re.MULTILINE)
 
@@ -100,6 +101,18 @@ class Kernels(Strict, frozen=True):
     are_slow: bool
 
 
+class Programs(Strict, frozen=True):
+    """The programs of a model's process.
+
+    Attributes:
+        lookup: "torchscript", or "plain" for a module built from the manifest.
+        scores: the format of the dense part: "torchscript", "exported_program" or "aotinductor". Empty: it has none.
+    """
+
+    lookup: str
+    scores: str
+
+
 class VersionStatus(Strict, frozen=True):
     """A version that a server has loaded, or tried to load.
 
@@ -111,6 +124,8 @@ class VersionStatus(Strict, frozen=True):
         weights_bytes: size of its weights files. None: no process has mapped them.
         cached_bytes: how much of them is in the page cache, which all processes share. None: it is not known.
         kernels: of FBGEMM. None: no process serves the version, or tritonserver has no metrics yet.
+        programs: of its processes since tritonserver was started. Several: they differ, or differed. Empty as
+            `kernels` is None.
         hosts: for a router, the hosts of its plan and their replicas.
         deltas: None: it has no live copy.
     """
@@ -122,6 +137,7 @@ class VersionStatus(Strict, frozen=True):
     weights_bytes: int | None
     cached_bytes: int | None
     kernels: Kernels | None = None
+    programs: tuple[Programs, ...] = ()
     hosts: tuple[HostReplicas, ...] = ()
     deltas: DeltasStatus | None = None
 
@@ -180,38 +196,53 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     index = [entry for entry in control.index() if entry.reason != UNLOADED]
     stubs = list(living_stubs(run.process))
-    kernels = _kernels(run.metrics, timeout_s)
+    gauges = _gauges(run.metrics, timeout_s)
     names = sorted({entry.model for entry in index})
     return Status(
         address=run.grpc,
         triton=control.server_version(),
         process=run.process,
         memory=process_memory(run.process),
-        models=tuple(_model(name, index, stubs, kernels, run, control) for name in names),
+        models=tuple(_model(name, index, stubs, gauges, run, control) for name in names),
         recoveries=run.recoveries,
         last_recovery=run.last_recovery,
         drains_until=run.drains_until,
     )
 
 
-def _kernels(metrics: str, timeout_s: float) -> Mapping[tuple[str, int], Kernels]:
-    """The kernels of each version, by model and version. Empty while tritonserver has no metrics."""
+class _Gauges(NamedTuple):
+    """What the processes of a version export as labels of metrics."""
+
+    kernels: Kernels | None = None
+    programs: tuple[Programs, ...] = ()
+
+
+def _gauges(metrics: str, timeout_s: float) -> Mapping[tuple[str, int], _Gauges]:
+    """The kernels and programs of each version, by model and version. Empty while tritonserver has no metrics."""
     try:
         page = metrics_page(metrics, timeout_s).decode()
     except ServingError:
         return {}
-    series = [(dict(_LABEL.findall(labels)), float(value)) for labels, value in _SLOW_KERNELS.findall(page)]
-    return {
-        (labels["model"], int(labels["version"])): Kernels(labels["instruction_set"], bool(is_slow))
-        for labels, is_slow in series
-    }
+    gauges: defaultdict[tuple[str, int], _Gauges] = defaultdict(_Gauges)
+    for name, text, value in _SERIES.findall(page):
+        if name not in ("tbe_slow_kernels", "tbe_programs"):
+            continue
+        labels = dict(_LABEL.findall(text))
+        version = labels["model"], int(labels["version"])
+        kernels, programs = gauges[version]
+        if name == "tbe_slow_kernels":
+            kernels = Kernels(labels["instruction_set"], bool(float(value)))
+        else:
+            programs = (*programs, Programs(labels["lookup"], labels["scores"]))
+        gauges[version] = _Gauges(kernels, programs)
+    return gauges
 
 
 def _model(
     name: str,
     index: Iterable[VersionState],
     stubs: Sequence[Stub],
-    kernels: Mapping[tuple[str, int], Kernels],
+    gauges: Mapping[tuple[str, int], _Gauges],
     run: RunFile,
     control: Control,
 ) -> ModelStatus:
@@ -222,7 +253,9 @@ def _model(
     return ModelStatus(
         name=name,
         chosen_by=_chosen_by(name, ready, config, run),
-        versions=tuple(_version(state, stubs, kernels.get((name, state.version)), settings) for state in states),
+        versions=tuple(
+            _version(state, stubs, gauges.get((name, state.version), _Gauges()), settings) for state in states
+        ),
         settings={} if settings is None else _shown(settings),
     )
 
@@ -241,7 +274,7 @@ def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
 
 
 def _version(
-    state: VersionState, stubs: Iterable[Stub], kernels: Kernels | None, settings: ServingSettings | None
+    state: VersionState, stubs: Iterable[Stub], gauges: _Gauges, settings: ServingSettings | None
 ) -> VersionStatus:
     own_stubs = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
     weights = sorted(own_stubs[0].bundle.glob(WEIGHTS_FILES)) if own_stubs else []
@@ -258,7 +291,8 @@ def _version(
         ),
         weights_bytes=size if own_stubs else None,
         cached_bytes=min(size, cached_size) if own_stubs and cached_size is not None else None,
-        kernels=kernels if own_stubs else None,
+        kernels=gauges.kernels if own_stubs else None,
+        programs=gauges.programs if own_stubs else (),
         hosts=_hosts(own_stubs[0].bundle, settings) if own_stubs and settings is not None and settings.hosts else (),
         deltas=_deltas(own_stubs[0].process.pid) if own_stubs else None,
     )

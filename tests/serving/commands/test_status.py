@@ -5,6 +5,7 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,7 +15,7 @@ from serving.commands.status import status_tables
 from serving.lookup.instruction_set import instruction_set
 from serving.lookup.program import load_fbgemm
 from serving.server.run_file import find_run_file
-from serving.server.status import Kernels, ModelStatus, Status, VersionStatus
+from serving.server.status import Kernels, ModelStatus, Programs, Status, VersionStatus
 from tests.support.attackers import flip
 from tests.support.models import SUM, collection
 from tests.support.servers import (
@@ -63,6 +64,7 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         assert 0 <= version["cached_bytes"] <= weights
         load_fbgemm()
         assert version["kernels"] == {"instruction_set": instruction_set(), "are_slow": False}
+        assert version["programs"] == [{"lookup": "torchscript", "scores": ""}]
         for instance in version["instances"]:
             memory = instance["memory"]
             assert weights <= memory["mapped"] < memory["share"] < memory["resident"]
@@ -80,6 +82,7 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
             "tritonserver",
             "page cache",
             instruction_set(),
+            "torchscript",
         ):
             assert words in table.stdout
         assert "reference kernels" not in table.stdout
@@ -151,16 +154,29 @@ def test_why_a_version_does_not_serve_can_be_read() -> None:
     assert f"movies 2  {reason}" in shown(version)
 
 
-def test_slow_kernels_are_shown_with_their_cure() -> None:
-    version = VersionStatus(
+def test_the_formats_of_programs_are_shown() -> None:
+    """Both formats, if one process could not load the native code, for example on a full disk."""
+    native, torchscript = Programs("plain", "aotinductor"), Programs("plain", "torchscript")
+    assert "movies  2        avx2     plain    torchscript" in shown(serving_version("avx2", torchscript))
+    assert "plain    aotinductor, torchscript" in shown(serving_version("avx2", torchscript, native))
+    assert "lookups" not in shown(msgspec.structs.replace(serving_version("avx2"), kernels=None))
+
+
+def serving_version(instruction_set: str, *programs: Programs, are_slow: bool = False) -> VersionStatus:
+    return VersionStatus(
         version=2,
         state="READY",
         reason="",
         instances=(),
         weights_bytes=None,
         cached_bytes=None,
-        kernels=Kernels(instruction_set="anyarch", are_slow=True),
+        kernels=Kernels(instruction_set, are_slow),
+        programs=programs,
     )
+
+
+def test_slow_kernels_are_shown_with_their_cure() -> None:
+    version = serving_version("anyarch", are_slow=True)
     lines = shown(version).splitlines()
     assert any(line.split()[-1] == "anyarch" for line in lines if line.startswith("movies"))
     text = " ".join(" ".join(lines).split())
