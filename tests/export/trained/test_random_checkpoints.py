@@ -23,7 +23,7 @@ from tests.support.random_checkpoints import FORMS, Form, Model, model, one_proc
 from tests.support.sequence_models import kjt_of
 
 EXACT = ExportConfig(scores=True, dtype={"*": WeightDtype.FP32})
-DEFAULT, MORE = 12, int(os.environ.get("RANDOM_MODELS", "60"))
+DEFAULT, MORE = 4, int(os.environ.get("RANDOM_MODELS", "68"))
 # What changes: the saved state dict, in place, its keys beginning with a prefix. Whether it is still the model's.
 Change = Callable[[dict[str, Any], str, np.random.Generator], bool]
 

@@ -16,17 +16,18 @@ from serving.lookup import user_side
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
+from tests.support.long_cases import one_in
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 from tests.support.shared import Ranking, ranking
 
-# RANDOM_MODELS=300 makes more of them.
+# All SHORT ones are computed once per user. RANDOM_MODELS=300 makes more LONG ones.
 SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "60")))
 # The items of each request: fewer than are worth it, one slice and several.
 SIZES = (3, 16, 21, 40)
 
 
-@pytest.mark.parametrize("seed", [*SHORT, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
+@pytest.mark.parametrize("seed", [*one_in(6, SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
 def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_side, "SLICE", 16)
     module = meeting(seed)
