@@ -93,7 +93,7 @@ class Supervisor:
             self._server.health.is_draining = True
             if self._follower is not None:
                 self._follower.end()
-            line = "drains for up to %g s: not ready, and still answers; once more ends it at once"
+            line = "drains for up to %g s: not ready, still answers requests; a second signal ends it at once"
             self._log.info(line, self._server.drain_s, extra={"event": "draining"})
         else:
             self._stop(number)
