@@ -5,7 +5,6 @@ are not repeated. The items are scored some at a time, so that intermediate resu
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -15,11 +14,14 @@ from serving.bundle.load import Bundle
 from serving.bundle.scores import DensePart
 from serving.lookup.dense_files import load_user_side
 from serving.requests.jagged_inputs import sample_bounds
+from serving.requests.offsets import concatenate
 from serving.requests.types import Array, Embeddings, Outputs
 
-# Items that are scored at a time; the last ones by half of it, and then the rest, because oneDNN gets few numbers of
-# rows (`serving.lookup.gemm`).
-SLICE = 128
+# How many items are scored at a time. There are few sizes, because oneDNN gets few numbers of rows
+# (`serving.lookup.gemm`).
+SLICES = (256, 128, 64)
+# A slice may begin before the end of the slice before it, and score up to an eighth of its items a second time.
+_SHARE_AGAIN = 8
 
 
 class UserSidePrograms:
@@ -45,6 +47,8 @@ class UserSidePrograms:
         self._dense_count = len(self._of_items) - len(jagged)
         self._bounds = sample_bounds(bundle.manifest, msgspec.structs.replace(part, jagged=jagged))
         self._has_jagged = bool(jagged)
+        # Items that are scored twice have two rows in an output. With rows for each id, they are not counted.
+        self._may_overlap = all(output.key is None for output in part.outputs)
 
     def score(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         """Score the items of one request.
@@ -58,39 +62,50 @@ class UserSidePrograms:
         Returns:
             The outputs by name, [B, *shape]; [n, *shape] with a row for each id of a key.
         """
-        samples = len(embeddings)
         of_items = [inputs[number] for number in self._of_items]
-        starts = [0, samples]
+        jagged = of_items[self._dense_count :]
+        slices = [(0, len(embeddings))]
         if not self._has_jagged or self._bounds is not None:
-            starts = _starts(samples)
-        bounds: list[Sequence[int]] = [starts] * self._dense_count
-        if len(starts) > 2 and self._bounds is not None:
-            bounds += self._bounds(of_items[self._dense_count :], starts)
+            slices = slices_of(len(embeddings), may_overlap=self._may_overlap)
+        ends = [item for first_and_last in slices for item in first_and_last]
+        bounds: list[Sequence[int]] = [ends] * self._dense_count
+        if len(slices) > 1 and self._bounds is not None:
+            bounds += self._bounds(jagged, ends)
         else:
-            bounds += [[0, len(array)] for array in of_items[self._dense_count :]]
+            bounds += [[0, len(array)] for array in jagged]
+        answers, scored = [], 0
         with torch.inference_mode():
             user = self._user(*_tensors([embeddings[:1], *(inputs[number] for number in self.of_user)]))
-            slices = []
-            for number, (first, last) in enumerate(pairwise(starts)):
+            for number, (first, last) in enumerate(slices):
                 arrays = [
-                    array[ends[number] : ends[number + 1]] for array, ends in zip(of_items, bounds, strict=True)
+                    array[rows[2 * number] : rows[2 * number + 1]]
+                    for array, rows in zip(of_items, bounds, strict=True)
                 ]
-                slices.append(self._items(*_tensors([embeddings[first:last], *arrays]), *user))
-        outputs = zip(self._part.outputs, zip(*slices, strict=True), strict=True)
-        return {
-            output.name: np.concatenate([tensor.numpy() for tensor in tensors])
-            if len(tensors) > 1
-            else tensors[0].numpy()
-            for output, tensors in outputs
-        }
+                answer = self._items(*_tensors([embeddings[first:last], *arrays]), *user)
+                answers.append([tensor[scored - first :].numpy() for tensor in answer])
+                scored = last
+        outputs = zip(self._part.outputs, zip(*answers, strict=True), strict=True)
+        return {output.name: concatenate(arrays) for output, arrays in outputs}
 
 
-def _starts(samples: int) -> list[int]:
-    """Where slices start, and the end of the last one."""
-    starts = [*range(0, samples, SLICE), samples]
-    if samples - starts[-2] > SLICE // 2:
-        starts.insert(-1, starts[-2] + SLICE // 2)
-    return starts
+def slices_of(samples: int, *, may_overlap: bool) -> list[tuple[int, int]]:
+    """The slices of some items: the first item of each, and the one after its last.
+
+    Args:
+        samples: the number of items.
+        may_overlap: whether a slice may begin before the end of the slice before it.
+    """
+    slices: list[tuple[int, int]] = []
+    scored = 0
+    for size in SLICES:
+        again = size // _SHARE_AGAIN if may_overlap else 0
+        while size <= samples and samples - scored >= size - again:
+            first = min(scored, samples - size)
+            slices.append((first, first + size))
+            scored = first + size
+    if scored < samples:
+        slices.append((scored, samples))
+    return slices
 
 
 def _tensors(arrays: Sequence[Array]) -> list[torch.Tensor]:

@@ -61,9 +61,9 @@ def test_requests_with_enough_items_are_scored_by_them(
         return score(self, embeddings, inputs)
 
     monkeypatch.setattr(UserSidePrograms, "score", counted)
-    for items in (1, 15, 16, user_side.SLICE, user_side.SLICE + 1):
+    for items in (1, 15, 16, 64, 257, 500):
         expect_right(engine, of_items(module, items))
-    assert scored == [16, user_side.SLICE, user_side.SLICE + 1]
+    assert scored == [16, 64, 257, 500]
 
 
 def test_a_history_counts_once_towards_the_limit_of_bytes(module: Meeting, engine: Engine) -> None:
@@ -94,3 +94,20 @@ def test_where_they_cannot_be_loaded_the_whole_dense_part_scores(
         assert isinstance(engine.schema, ScoringSchema)
         assert engine.schema.dense_part.user_side is None
         expect_right(engine, of_items(module, 40))
+
+
+@pytest.mark.parametrize("may_overlap", [True, False])
+def test_slices_have_all_items_in_few_sizes(may_overlap: bool) -> None:
+    for items in range(1, 1200):
+        slices = user_side.slices_of(items, may_overlap=may_overlap)
+        assert {item for first, last in slices for item in range(first, last)} == {*range(items)}
+        assert all(last - first in user_side.SLICES for first, last in slices[:-1])
+        twice = sum(last - first for first, last in slices) - items
+        assert 0 <= twice <= items / 7 * may_overlap
+        first, last = slices[-1]
+        assert last - first in user_side.SLICES or last - first < min(user_side.SLICES)
+
+
+def test_rows_for_each_id_are_in_one_slice_alone() -> None:
+    assert user_side.slices_of(500, may_overlap=True) == [(0, 256), (244, 500)]
+    assert user_side.slices_of(500, may_overlap=False) == [(0, 256), (256, 384), (384, 448), (448, 500)]
