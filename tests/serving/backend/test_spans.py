@@ -1,5 +1,6 @@
 """Spans: where the time of a request goes, in the trace of its caller, through routers and hosts."""
 
+import re
 import subprocess
 import sys
 import time
@@ -50,7 +51,7 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
             client.lookup({"i": [[1]], "u": [[2]]}, trace=f"00-{7:032x}-{7:016x}-00")  # its caller wants no span
             with tracer.start_as_current_span("a page") as caller:
                 context = caller.get_span_context()
-                client.lookup({"i": [[0, 100], [50]], "u": [[98, 1], []]})
+                client.lookup({"i": [[0, 100], [50]], "u": [[98, 1]]}, shared=["u"])
                 with pytest.raises(InvalidRequest):
                     client.lookup({"i": [[1_000_000]], "u": [[2]]})
             spans = collector.of(f"{context.trace_id:032x}", lambda found: len(servers(found)) == 4)
@@ -63,6 +64,8 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
     for each in (answered, refused):
         assert each.span.name == METHOD
         assert each.span.parent_span_id.hex() == f"{context.span_id:016x}"
+    assert [value.string_value for value in answered.attributes["tbe.shared"].values] == ["u"]
+    assert "tbe.shared" not in refused.attributes
     assert refused.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert (refused.span.status.code, answered.span.status.code) == (2, 0)
     assert "[0, 101)" in refused.span.status.message
@@ -79,6 +82,15 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
     assert all(
         abs(before.end_time_unix_nano - after.start_time_unix_nano) < 1_000_000 for before, after in pairwise(stages)
     )
+
+
+def test_the_page_has_all_attributes() -> None:
+    root = Path(__file__).parents[3]
+    code, page = (
+        {*re.findall(r"\btbe\.[a-z_]+", (root / path).read_text())}
+        for path in ("serving/backend/spans.py", "docs/logs.md")
+    )
+    assert code == page
 
 
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "always_off"])
