@@ -8,6 +8,7 @@ from torch import fx
 
 from export.user_side.builder import Builder, broadcast
 from export.user_side.call import Call, Rule
+from export.user_side.in_place import mark_pointwise, may_write_in_place
 from export.user_side.shapes import cut_value, raised_value
 from export.user_side.values import Joined, Part, Product, Shape, Sum, Term, Value, Widened, is_value
 
@@ -37,6 +38,8 @@ def _applied(call: Call, values: Mapping[fx.Node, Value], shape: Shape) -> Part:
     args = fx.map_arg(call.node.args, lambda node: parts[node].node)
     kwargs = fx.map_arg(call.node.kwargs, lambda node: parts[node].node)
     copied = build.copied(call.node, args, kwargs)
+    if isinstance(first, fx.Node) and may_write_in_place(call.node.target):
+        mark_pointwise(copied, parts[first].size == size and first.meta["val"].dtype is call.node.meta["val"].dtype)
     return Part(copied, size, shape, all(part.per_user for part in parts.values()))
 
 
@@ -80,6 +83,7 @@ def _add(build: Builder, first: Value, second: Value, sign: int, shape: Shape) -
         and (first.size, first.per_user) == (second.size, second.per_user)
     ):
         node = build.call(_ATEN.add if sign > 0 else _ATEN.sub, first.node, second.node)
+        mark_pointwise(node, True, True)
         return Part(node, first.size, shape, first.per_user)
     terms = (*_terms(first, 1), *_terms(second, sign))
     return Sum(_with_common_factors(build, terms, shape), shape)

@@ -1,16 +1,27 @@
 """Builds the graph for one user and many items: emits operators, and puts the parts of a value together."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from export.capture.torchscript_calls import TorchScriptCalls
+from export.user_side.in_place import mark_pointwise
 from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Value, Widened, changed
 
 _ATEN = torch.ops.aten
 _CONSTANT = "constant_"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A linear layer of the graph: what it takes, its weight [H, K] and its bias [H]."""
+
+    source: Part
+    weight: Part
+    bias: Part | None
 
 
 class Builder:
@@ -22,16 +33,21 @@ class Builder:
     Attributes:
         graph: takes the inputs of a dense part: a row of the user, and a row for each item.
         tensors: its constants, by name.
+        layers: its linear layers, by the node that computes each.
+        crossed: columns of products, with the products, by the ids of these (`export.user_side.cross_layers`).
     """
 
     def __init__(self, model_name: str) -> None:
         self.graph = fx.Graph()
         self._calls = TorchScriptCalls(self.graph, model_name)
         self.tensors: dict[str, Tensor] = {}
+        self.layers: dict[fx.Node, Layer] = {}
+        self.crossed: dict[tuple[int, ...], tuple[Sequence[Product], Part]] = {}
         self._constants: dict[fx.Node, Tensor] = {}
         self._items: Any = None
         # A value is put together once. The value is kept, because its id is the key.
         self._parts: dict[int, tuple[Value, Part]] = {}
+        self._joined: dict[Any, fx.Node] = {}
 
     def count_rows_of(self, node: fx.Node) -> None:
         """Take the number of items from a tensor with a row for each."""
@@ -111,6 +127,7 @@ class Builder:
         shape = broadcast(first.shape, second.shape)
         size = broadcast(first.size, second.size)
         node = self.call(_ATEN.mul, first.node, second.node)
+        mark_pointwise(node, first.size == size, second.size == size)
         return Part(node, size, shape, first.per_user and second.per_user)
 
     def linear(self, part: Part, weight: Part, bias: Part | None = None) -> Part:
@@ -119,6 +136,7 @@ class Builder:
         part = self.expanded(part, changed(part.size, -1 % len(part.size), weight.size[1]))
         last = len(part.size) - 1
         node = self.call(_ATEN.linear, part.node, weight.node, *([] if bias is None else [bias.node]))
+        self.layers[node] = Layer(part, weight, bias)
         size, shape = changed(part.size, last, width), changed(part.shape, last, width)
         return Part(node, size, shape, part.per_user and weight.per_user)
 
@@ -144,9 +162,11 @@ class Builder:
         whole = [self.expanded(part, changed(common, dim, part.shape[dim])) for part in parts]
         if len(whole) == 1:
             return whole[0]
-        node = self.call(_ATEN.cat, [part.node for part in whole], dim)
         size = changed(common, dim, sum(part.size[dim] for part in whole))
-        return Part(node, size, shape, all(part.per_user for part in parts))
+        key = dim, *(part.node for part in whole)
+        if key not in self._joined:
+            self._joined[key] = self.call(_ATEN.cat, [part.node for part in whole], dim)
+        return Part(self._joined[key], size, shape, all(part.per_user for part in parts))
 
     def full(self, value: Value) -> fx.Node:
         """A tensor with all that a value has, a row for each item; rows are repeated without a copy."""
@@ -178,6 +198,7 @@ class Builder:
             arguments = (total.node, product.factor.node, other.node)
             node = self.graph.call_function(_ATEN.addcmul, arguments, {} if sign > 0 else {"value": -1})
             size = broadcast(total.size, product.factor.size, other.size)
+            mark_pointwise(node, total.size == size)
             total = Part(node, size, value.shape, per_user=False)
         return total
 
@@ -189,7 +210,9 @@ class Builder:
                 total = part if sign > 0 else self.same(part, _ATEN.neg)
                 continue
             node = self.call(_ATEN.add if sign > 0 else _ATEN.sub, total.node, part.node)
-            total = Part(node, broadcast(total.size, part.size), shape, total.per_user and part.per_user)
+            size = broadcast(total.size, part.size)
+            mark_pointwise(node, total.size == size, part.size == size)
+            total = Part(node, size, shape, total.per_user and part.per_user)
         return total
 
     def _layer(self, terms: Sequence[tuple[int, Widened]], bias: Part | None) -> tuple[Part, Part | None]:

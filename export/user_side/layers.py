@@ -12,9 +12,16 @@ from typing import Any
 import torch
 
 from export.user_side.builder import Builder
+from export.user_side.cross_layers import Crossed, crossed_of, multiplied_together
 from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Term, Value, Widened, changed
 
 _ATEN = torch.ops.aten
+
+
+# A layer after another one is multiplied into its weight if it makes few columns of many.
+_FEW_COLUMNS, _TIMES_FEWER = 8, 4
+# Columns that are just computed have a layer of their own if it makes fewer columns of them.
+_TIMES_WIDER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ def apply_linear(build: Builder, value: Value, weight: Part, bias: Part | None) 
         parts = tuple(apply_linear(build, part, weight, bias) for part in value.parts)
         return Joined(parts, value.dim, shape)
     if isinstance(value, Part):
+        if (folded := _folded(build, value, weight, bias)) is not None:
+            return folded
         if value.per_user or not weight.size[0] > weight.size[1] == value.size[last]:
             return build.linear(value, weight, bias)
         widened = Widened(value, weight, shape)
@@ -52,6 +61,19 @@ def apply_linear(build: Builder, value: Value, weight: Part, bias: Part | None) 
     if bias is not None:
         layer.add_row(build.raised(bias, (1,) * last + bias.size))
     return layer.value()
+
+
+def _folded(build: Builder, value: Part, weight: Part, bias: Part | None) -> Part | None:
+    """A layer after another layer of items, as one: the dot product of two towers. None: it would save nothing."""
+    layer = build.layers.get(value.node)
+    columns, width = weight.size
+    if layer is None or value.per_user or columns > _FEW_COLUMNS or columns * _TIMES_FEWER > width:
+        return None
+    product = _product(build, weight, layer.weight)
+    if layer.bias is not None:
+        moved = build.reshaped(build.linear(build.reshaped(layer.bias, (1, width)), weight), (columns,))
+        bias = moved if bias is None else build.total([(1, moved), (1, bias)], moved.shape)
+    return build.raised(build.linear(layer.source, product, bias), (*value.shape[:-1], columns))
 
 
 def _columns(build: Builder, value: Value, weight: Part, sign: int) -> Iterator[_Columns]:
@@ -95,6 +117,7 @@ class _Layer:
         self._rows: list[Part] = []  # what is the same for all items
         self._weights: dict[Any, tuple[Part, Part]] = {}  # tensors of items, with their weights, by node
         self._spread: dict[Any, tuple[Part, Part]] = {}  # with weights [L, H, K]: one for each event of a history
+        self._crossed: dict[Any, list[tuple[Crossed, Part]]] = {}  # with their weights, by `Crossed.layer`
 
     def add_row(self, part: Part) -> None:
         """Add what is the same for all items, [..., H]."""
@@ -128,7 +151,10 @@ class _Layer:
         if not factor.per_user and isinstance(other, Part):
             factor, other = other, factor
         if not factor.per_user or isinstance(other, Sum):
-            self.add(build.part_of(product), weight)
+            if (crossed := crossed_of(build, product)) is not None:
+                self._crossed.setdefault(crossed.layer, []).append((crossed, weight))
+            else:
+                self.add(build.part_of(product), weight)
             return
         rows = factor.size[:-1]
         if all(width == 1 for width in rows):
@@ -164,6 +190,7 @@ class _Layer:
                 del self._weights[node]
                 total = build.call(_ATEN.add, spread.node, weight.node)
                 self._spread[node] = part, Part(total, spread.size, spread.shape, per_user=True)
+        wide = self._add_crossed()
         row = build.total([(1, part) for part in self._rows], self._shape)
         terms: list[Part] = []
         for part, weight in self._spread.values():
@@ -173,17 +200,33 @@ class _Layer:
         for part, weight in self._weights.values():
             groups.setdefault(part.size[:-1], []).append((part, weight))
         for group in groups.values():
-            joined = build.side_by_side([part for part, _ in group])
-            weights = build.side_by_side([weight for _, weight in group])
-            bias = None
-            if row is not None and row.numel == self._width:
-                bias, row = build.reshaped(row, (self._width,)), None
-            terms.append(build.raised(build.linear(joined, weights, bias), self._shape))
+            beside = [entry for entry in group if entry[0].node not in wide]
+            layers: list[Part] = []
+            for entries in (beside, *([entry] for entry in group if entry[0].node in wide)):
+                if not entries:
+                    continue
+                bias = None
+                if row is not None and row.numel == self._width:
+                    bias, row = build.reshaped(row, (self._width,)), None
+                parts, weights = (build.side_by_side(tensors) for tensors in zip(*entries, strict=True))
+                layers.append(build.raised(build.linear(parts, weights, bias), self._shape))
+            terms += [layer for layer in [build.total([(1, layer) for layer in layers], self._shape)] if layer]
         if row is not None:
             terms.append(build.raised(row, self._shape))
         if len(terms) == 1:
             return terms[0]
         return Sum(tuple((1, part) for part in terms), self._shape)
+
+    def _add_crossed(self) -> set[Any]:
+        """Add the products with layers. Returns what has so many columns that to copy them beside others costs more
+        than a layer of their own."""
+        build, wide = self._build, set()
+        for crossed in self._crossed.values():
+            part = multiplied_together(build, [one for one, _ in crossed])
+            _add_weight(build, self._weights, part, build.side_by_side([weight for _, weight in crossed]))
+            if part.size[-1] >= _TIMES_WIDER * self._width:
+                wide.add(part.node)
+        return wide
 
     def _spread_layer(self, part: Part, weight: Part, row: Part | None) -> tuple[Part, Part | None]:
         """A row of each item beside all rows of a history, [items, L, H], and what is left of `row`."""
@@ -221,8 +264,12 @@ def sum_of_product(build: Builder, product: Product, dims: Sequence[int], size: 
         dims: the dimensions.
         size: of the answer, without these dimensions or with 1 in place of each.
     """
-    first, second = product.factor, build.part_of(product.other)
+    first = product.factor
     rank = len(product.shape)
+    if first.per_user and dims == [rank - 1] and first.size == (1,) * (rank - 1) + product.shape[-1:]:
+        columns = build.part_of(apply_linear(build, product.other, build.reshaped(first, first.size[-2:]), None))
+        return build.reshaped(columns, columns.size[: len(size)], size)
+    second = build.part_of(product.other)
     first, second = build.raised(first, product.shape), build.raised(second, product.shape)
     letters = "abcdefgh"[:rank]
     if any(product.shape[dim] != max(first.size[dim], second.size[dim]) for dim in range(rank)):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from export.user_side.builder import Builder
+from export.user_side.in_place import write_in_place
 
 
 def split_graph(build: Builder, of_user: set[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -51,6 +52,7 @@ def split_graph(build: Builder, of_user: set[fx.Node]) -> tuple[fx.GraphModule, 
     for node in build.graph.nodes:
         if node not in on_user and node.op != "placeholder":
             copies[node] = items.node_copy(node, copies.__getitem__)
+    write_in_place(items)
     return _module(build.tensors, user, "User"), _module(build.tensors, items, "Items")
 
 

@@ -53,6 +53,25 @@ class CrossLayers(nn.Module):
         return answer
 
 
+class CrossedItems(nn.Module):
+    """Low-rank cross layers over an item, a user, and the item's numbers; two heads take them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = USER + 2 * ITEM
+        self.numbers = nn.Linear(ITEM, ITEM)
+        self.down = nn.ModuleList(nn.Linear(width, 2, bias=False) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(2, width, bias=bool(number)) for number in range(2))
+        self.heads = nn.ModuleList(nn.Linear(width, 1) for _ in range(2))
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        numbers = self.numbers(embeddings[:, USER:]).relu()
+        crossed = start = torch.cat([numbers, embeddings], dim=1)
+        for down, up in zip(self.down, self.up, strict=True):
+            crossed = start * up(down(crossed)) + crossed
+        return torch.cat([head(crossed) for head in self.heads], dim=1)
+
+
 class Din(nn.Module):
     """Attention of an item, the last columns, over a history of 3 events, the first ones."""
 
@@ -108,7 +127,7 @@ class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize(
     ("kind", "columns"),
     [
-        pytest.param(Towers, 4, id="towers"),
+        pytest.param(Towers, 1, id="towers"),
         pytest.param(Layers, 4, id="a perceptron"),
         pytest.param(CrossLayers, ITEM + 6, id="cross layers"),
         pytest.param(Din, 3 * 4, id="attention over a history"),
@@ -139,3 +158,16 @@ def test_an_operator_without_a_rule_gets_a_row_for_each_item_and_is_named() -> N
     (answer,) = once.items(embeddings, *once.user(embeddings[:1]))
     torch.testing.assert_close(answer, module(repeated), rtol=0, atol=1e-5)
     assert "aten.layer_norm.default" in {str(node.target) for node in once.left_alone}
+
+
+@torch.no_grad()
+def test_columns_of_a_cross_layer_are_multiplied_at_once() -> None:
+    torch.manual_seed(0)
+    module = CrossedItems()
+    once = rewritten(module)
+    embeddings = torch.randn(ITEMS, USER + ITEM)
+    repeated = torch.cat([embeddings[:1, :USER].expand(ITEMS, -1), embeddings[:, USER:]], dim=1)
+    (answer,) = once.items(embeddings, *once.user(embeddings[:1]))
+    torch.testing.assert_close(answer, module(repeated), rtol=0, atol=1e-5)
+    products = [node for node in once.items.graph.nodes if str(node.target).startswith("aten.mul")]
+    assert len(products) == len(module.up)
