@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torchmetrics.functional.classification import binary_auroc
 
-from export import ExportConfig, Sharding, WeightDtype, export_model
+from export import ExportConfig, Sharding, WeightDtype, export_model, pipeline
 from export.errors import ExportError
-from export.scores.auc import auc_of
+from export.scores.auc import auc_of, with_labelled_auc
+from export.scores.dense_part import CompiledDensePart
 from export.scores.labelled_requests import read_labelled
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
@@ -140,6 +141,32 @@ def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, m
     assert f"{auc.served:.5f}" in done.stdout
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A bundle that was exported with labelled lines, and its dense part as the export had it."""
+
+    bundle: Path
+    scored: CompiledDensePart
+    lines: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    module, folder = trained(dlrm()), tmp_path_factory.mktemp("measured")
+    lines = lines_of(module, lambda scores: noisy(scores["scores"]))
+    file = write(folder / "sample.jsonl", lines)
+    parts: list[CompiledDensePart] = []
+
+    def measure(directory: Path, scored: CompiledDensePart, *others: Any) -> Any:
+        parts.append(scored)
+        return with_labelled_auc(directory, scored, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "with_labelled_auc", measure)
+        bundle = export_model(module, folder / "r", "m", replace(EXACT, labelled=file))
+    return Measured(bundle, parts[0], lines)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -158,13 +185,18 @@ def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, m
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused_by_its_line(
-    change: Callable[[list[Any]], list[Any]], why: str, tmp_path: Path
+    change: Callable[[list[Any]], list[Any]], why: str, measured: Measured, tmp_path: Path
 ) -> None:
-    module = trained(dlrm())
-    file = write(tmp_path / "sample.jsonl", change(lines_of(module, lambda scores: noisy(scores["scores"]))))
+    file = write(tmp_path / "sample.jsonl", change(measured.lines))
     with pytest.raises((ConfigurationError, ExportError)) as refused:
-        export_model(module, tmp_path / "r", "m", replace(EXACT, labelled=file))
+        with_labelled_auc(measured.bundle, measured.scored, measured.scored.part, read_labelled(file))
     assert why in str(refused.value)
+
+
+def test_with_a_file_that_cannot_be_used_nothing_is_published(measured: Measured, tmp_path: Path) -> None:
+    file = write(tmp_path / "sample.jsonl", [{**measured.lines[1], "dense": {}}])
+    with pytest.raises(ConfigurationError, match="line 1: dense"):
+        export_model(trained(dlrm()), tmp_path / "r", "m", replace(EXACT, labelled=file))
     assert not [*(tmp_path / "r").glob("m/1*")]
 
 
