@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pyarrow as pa
 
+from serving.arguments import check_argument
 from serving.batch.batch_scores import BATCH_ROWS, BatchScores
 from serving.batch.columns import BatchColumns, OnError
 from serving.batch.sources import BundleSource
@@ -48,8 +49,12 @@ class Scorer:
         nulls: Nulls = "refuse",
         on_error: OnError = "fail",
     ) -> None:
-        if on_error not in get_args(OnError):
-            raise ConfigurationError(f"on_error: expected 'fail' or 'skip', got {on_error!r:.80}")
+        check_argument("columns", columns, Mapping[str, str | Sequence[str]] | None)
+        check_argument("keep", keep, Sequence[str])
+        for name, value, kind in (("nulls", nulls, Nulls), ("on_error", on_error, OnError)):
+            if value not in get_args(kind):
+                expected = " or ".join(map(repr, get_args(kind)))
+                raise ConfigurationError(f"{name}: expected {expected}, got {value!r:.80}")
         self._source = source = BundleSource(Path(bundle))
         self._batch_scores = BatchScores(source, BatchColumns(source.inputs(), columns or {}, tuple(keep)), nulls)
         self._skips_bad_rows = on_error == "skip"
@@ -66,14 +71,18 @@ class Scorer:
 
         Raises:
             InvalidRequest: naming a row of the batch that the model refuses, and why.
-            ConfigurationError: a column is missing.
+            ConfigurationError: a column is missing, or the batch is of another kind.
         """
         if isinstance(batch, pa.Table | pa.RecordBatch):
             return self._scored(batch)
-        return self._scored_batches(batch)
+        if isinstance(batch, Iterator):
+            return self._scored_batches(batch)
+        raise _not_arrow(batch)
 
     def _scored_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
+            if not isinstance(batch, pa.RecordBatch):
+                raise _not_arrow(batch)
             yield from _with_lists(self._scored(batch)).to_batches()
 
     def _scored(self, batch: Any) -> Any:
@@ -91,6 +100,13 @@ class Scorer:
         if not self._skips_bad_rows:
             raise InvalidRequest(f"row {row} of a batch: {error}", error.reason) from error
         _LOG.warning("row %d of a batch has no scores: %s", row, error)
+
+
+def _not_arrow(batch: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"the batch: expected Arrow's rows, got {type(batch).__name__}: call Ray Data's map_batches with "
+        'batch_format="pyarrow", and Spark\'s mapInArrow in place of mapInPandas'
+    )
 
 
 @cache

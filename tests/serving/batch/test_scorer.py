@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,36 @@ def test_bad_rows_are_named_or_left_out(bundle: Path, caplog: pytest.LogCaptureF
     assert Scorer(bundle, on_error="skip")(rows.slice(3, 1)).num_rows == 0
 
 
+@pytest.mark.parametrize("of_other", ["pandas", "numpy", "rows", "stream"])
+def test_batches_of_other_engines_formats_are_refused_with_the_cure(bundle: Path, of_other: str) -> None:
+    """Ray Data gives dicts of numpy by default; Spark's mapInPandas streams DataFrames."""
+    table = day_table(3)
+    batch: Any = {
+        "pandas": table.to_pandas(),
+        "numpy": {"user": np.arange(3)},
+        "rows": table.to_batches(),
+        "stream": iter([table.to_pandas()]),
+    }[of_other]
+    kind = {"numpy": "dict", "rows": "list"}.get(of_other, "DataFrame")
+    with pytest.raises(ConfigurationError, match=f'Arrow\'s rows, got {kind}: .*batch_format="pyarrow".* mapInArrow'):
+        list(Scorer(bundle)(batch))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": "id"}, "keep: expected Sequence[str], got 'id'"),
+        ({"columns": "map.toml"}, "columns: expected Mapping[str, str | Sequence[str]] | None, got 'map.toml'"),
+        ({"nulls": "drop"}, "nulls: expected 'refuse' or 'empty', got 'drop'"),
+        ({"on_error": "ignore"}, "on_error: expected 'fail' or 'skip', got 'ignore'"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(bundle: Path, arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        Scorer(bundle, **arguments)
+
+
 def test_what_cannot_be_scored_is_refused_by_name(bundle: Path) -> None:
-    skip: Any = "ignore"
-    with pytest.raises(ConfigurationError, match="on_error: expected 'fail' or 'skip', got 'ignore'"):
-        Scorer(bundle, on_error=skip)
     with pytest.raises(ConfigurationError, match="columns: 'nobody': expected an input of the model"):
         Scorer(bundle, columns={"nobody": "y"})
     with pytest.raises(ConfigurationError, match="the batch: expected a column 'user' for the input 'user'"):
