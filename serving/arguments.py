@@ -5,6 +5,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -15,6 +16,7 @@ from serving.errors import ConfigurationError
 _HOST = r"[A-Za-z0-9_.-]{1,253}"
 _ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
 _MOST_PORT = 65535
+_UNIONS = (Union, UnionType)
 
 
 def check_arguments(config: Any) -> None:
@@ -44,7 +46,8 @@ def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) ->
         ConfigurationError: naming the argument, or the entry of a mapping, what was expected and what came.
     """
     for where, found, expected in _misfits(name, value, kind):
-        raise ConfigurationError(f"{where}: expected {_words(expected)}, got {_came(found, secret)}")
+        member = None if secret else _member(expected, found)
+        raise ConfigurationError(f"{where}: expected {member or _words(expected)}, got {_came(found, secret)}")
 
 
 @cache
@@ -65,7 +68,7 @@ def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]
 
 def _fits(value: Any, kind: Any) -> bool:
     origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
+    if origin in _UNIONS:
         return any(_fits(value, part) for part in parts)
     if kind is int or kind is float:
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
@@ -94,6 +97,14 @@ def _came(value: Any, secret: bool) -> str:
 def _words(kind: Any) -> str:
     """A type as people write it: `int | None`, `Mapping[str, WeightDtype]`."""
     return re.sub(r"\w+\.", "", inspect.formatannotation(kind))
+
+
+def _member(kind: Any, text: Any) -> str | None:
+    """The member of an enum, or of one in a union, that options and TOML files call `text`: "WeightDtype.INT4"."""
+    parts = get_args(kind) if get_origin(kind) in _UNIONS else (kind,)
+    enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]
+    members = {str(member.value).lower(): f"{enum.__name__}.{member.name}" for enum in enums for member in enum}
+    return members.get(text.lower()) if isinstance(text, str) else None
 
 
 _MOST_S = 1_000_000

@@ -132,7 +132,10 @@ def test_an_example_has_arguments_of_any_type(example: Any) -> None:
     ("make", "said"),
     [
         (lambda: ExportConfig(dtype="int4"), "dtype: expected Mapping[str, WeightDtype], got 'int4'"),  # type: ignore[arg-type]
-        (lambda: ExportConfig(id_policy={"a": "zero"}), "id_policy 'a': expected IdPolicy | DefaultRow, got 'zero'"),  # type: ignore[dict-item]
+        (lambda: ExportConfig(id_policy={"a": "zero"}), "id_policy 'a': expected IdPolicy.ZERO, got 'zero'"),  # type: ignore[dict-item]
+        (lambda: ExportConfig(id_policy={"a": "none"}), "id_policy 'a': expected IdPolicy | DefaultRow, got 'none'"),  # type: ignore[dict-item]
+        (lambda: ExportConfig(dtype={"a": "int4"}), "dtype 'a': expected WeightDtype.INT4, got 'int4'"),  # type: ignore[dict-item]
+        (lambda: ExportConfig(compile="aoti"), "compile: expected DenseCompiler.AOTI, got 'aoti'"),  # type: ignore[arg-type]
         (lambda: Sharding(ranks=2.0), "ranks: expected int, got 2.0"),  # type: ignore[arg-type]
         (lambda: Sharding(ranks=np.int64(2)), f"ranks: expected int, got {NUMPY_2}"),  # type: ignore[arg-type]
         (
