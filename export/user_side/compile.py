@@ -80,8 +80,8 @@ def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DenseP
     """The keys and dense inputs that match a pattern, in the order of the manifest.
 
     Raises:
-        ConfigurationError: a pattern matches none, or inputs with a row for each id alone; or of two keys with
-            equally many ids in each sample, one is of the user and the other is not.
+        ConfigurationError: a pattern matches none, or inputs with a row for each id alone; all match; or of two keys
+            with equally many ids in each sample, one is of the user and the other is not.
     """
     names = [*manifest.keys, *(tensor.name for tensor in part.by_sample)]
     for pattern in patterns:
@@ -93,6 +93,11 @@ def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DenseP
                 f"matches none of {', '.join(names)}{hint}"
             )
     chosen = tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    if len(chosen) == len(names):
+        raise ConfigurationError(
+            f"user_side: expected a feature or dense input of the items that no pattern matches, got "
+            f"{', '.join(map(repr, patterns))} for {', '.join(names)}"
+        )
     for group in part.together:
         if 0 < sum(key in chosen for key in group) < len(group):
             raise ConfigurationError(

@@ -106,8 +106,9 @@ def _in_files(part: DensePart) -> Iterator[str]:
         is_native = file.format is DenseFormat.AOTINDUCTOR
         if {file.instructions is not None, file.torch is not None} != {is_native}:
             yield (
-                f"dense_part: files: {file.name!r}: expected instructions and torch for AOTINDUCTOR alone, got "
-                f"{file.instructions!r} and {file.torch!r} for {file.format.value}"
+                f"dense_part: files: {file.name!r}: expected {'both' if is_native else 'neither'} instructions "
+                f"{'and' if is_native else 'nor'} torch for {file.format.value}, got {file.instructions!r} and "
+                f"{file.torch!r}"
             )
     if part.files and all(file.format is DenseFormat.AOTINDUCTOR for file in part.files):
         yield "dense_part: files: expected another format beside AOTINDUCTOR, for other processors"

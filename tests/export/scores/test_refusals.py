@@ -167,8 +167,8 @@ class OutOfReach(_Model):
         (FixedSize, "FixedSize: output 'scores': expected shape [1, …] for 1 samples, got [64, 1]"),
         (
             Joins,
-            "tell it: --dense-width price=N, dense_widths={'price': N}: N is the 77 of the nn.Linear after torch.cat, "
-            "less all else that it joins",
+            "give it: --dense-width price=N, or dense_widths = { price = N } in --config; in Python "
+            "dense_widths={'price': N}: N is the 77 of the nn.Linear after torch.cat, less all else that it joins",
         ),
         (
             NotInTorchScript,

@@ -49,6 +49,15 @@ def test_patterns_that_match_nothing_are_refused(tmp_path: Path, pattern: str) -
         export_model(ranker(), tmp_path, "m", replace(EXACT, user_side=["user", pattern]))
 
 
+def test_patterns_that_leave_nothing_to_the_items_are_refused(tmp_path: Path) -> None:
+    manifest = manifest_of(tmp_path, EXACT)
+    assert manifest.dense_part is not None
+    with pytest.raises(
+        ConfigurationError, match=r"user_side: expected .* of the items .*, got 'x', '\*' for x, y, z,"
+    ):
+        names_of_user_side(["x", "*"], manifest, manifest.dense_part)
+
+
 def test_an_input_with_a_row_for_each_id_follows_its_key(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, EXACT)
     assert manifest.dense_part is not None
