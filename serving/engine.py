@@ -29,7 +29,7 @@ from serving.requests.dense_inputs import NO_DENSE, DenseFeatures, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.id_maps import IdMaps
 from serving.requests.input_forms import Nulls
-from serving.requests.layout import lengths_by_key
+from serving.requests.layout import lengths_by_id, lengths_by_key
 from serving.requests.merge import merge_all
 from serving.requests.schema import LookupSchema, ScoringSchema, schema_of
 from serving.requests.streams import (
@@ -296,7 +296,8 @@ class Engine(Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        return AnswerColumns(self.outputs(self._encoded_for_scores(features, dense, shared, nulls)))
+        tensors = self._encoded_for_scores(features, dense, shared, nulls)
+        return self._scores(self.outputs(tensors), tensors)
 
     def stream(
         self,
@@ -329,7 +330,7 @@ class Engine(Closing):
         Raises:
             InvalidRequest, HostUnavailable: as `score`. The message begins with the number of the batch, from 0.
         """
-        check_stream(method, errors)
+        check_stream(batches, method, errors)
         return answer_batches(batches, partial(self._answer_batch, method, nulls), errors, progress)
 
     def outputs(self, tensors: Tensors) -> Outputs:
@@ -374,12 +375,19 @@ class Engine(Closing):
             tensors = self._encoded(features, (), nulls)
             chunks = cut(tensors, limits, schema.by_id)
             answer, samples = answer_chunks(chunks, lambda chunk: self._answered(chunk).by_feature(chunk))
-        else:
-            tensors = self._encoded_for_scores(features, dense, (), nulls)
-            is_whole = isinstance(schema, ScoringSchema) and schema.dense_part.mixes_samples
-            chunks = iter([tensors]) if is_whole else cut(tensors, limits, schema.by_id)
-            answer, samples = answer_chunks(chunks, self.outputs)
-        return AnswerColumns(answer), samples
+            return AnswerColumns(answer), samples
+        tensors = self._encoded_for_scores(features, dense, (), nulls)
+        is_whole = isinstance(schema, ScoringSchema) and schema.dense_part.mixes_samples
+        chunks = iter([tensors]) if is_whole else cut(tensors, limits, schema.by_id)
+        answer, samples = answer_chunks(chunks, self.outputs)
+        return self._scores(answer, tensors), samples
+
+    def _scores(self, scores: Mapping[str, Any], tensors: Tensors) -> AnswerColumns[Any]:
+        """The scores of a request, with the lengths of outputs that have a row for each id."""
+        schema: Any = self.schema  # it has scores
+        key_of = {output.name: output.key for output in schema.dense_part.outputs if output.key is not None}
+        keys = tensors.features or schema.all_features.keys
+        return AnswerColumns(scores, lengths_by_id(key_of, tensors, keys, schema.by_id))
 
     def _answered(self, tensors: Tensors) -> GroupAnswer:
         """The answer to one request; raises InvalidRequest and HostUnavailable."""

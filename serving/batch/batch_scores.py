@@ -9,9 +9,6 @@ import pyarrow as pa
 from serving.batch.columns import BatchColumns
 from serving.batch.sources import Source
 from serving.errors import InvalidRequest
-from serving.requests.answer_columns import AnswerColumns
-from serving.requests.answers import JaggedRows
-from serving.requests.encoding import encode
 from serving.requests.input_forms import Nulls
 
 # Rows that are encoded and sent together.
@@ -65,13 +62,7 @@ class BatchScores:
             ServingError: the answer is of another version.
         """
         self.source.check_answer(answer)
-        outputs = dict(answer)
-        for name, key in self.columns.inputs.outputs.items():
-            if key is not None:
-                features, _ = self.columns.request(batch)
-                lengths: Any = encode({key: features[key]}, self.columns.inputs.weighted, nulls=self.nulls).lengths
-                outputs[name] = JaggedRows(outputs[name], lengths)
-        scores = AnswerColumns(outputs).to_arrow()
+        scores = answer.to_arrow()
         kept = {name: batch.column(name) for name in self.columns.keep}
         return pa.table({**kept, **{name: scores[name] for name in scores.column_names}})
 

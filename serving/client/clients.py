@@ -24,7 +24,7 @@ from serving.client.metadata import Metadata
 from serving.client.model_info import ModelInfo
 from serving.client.retries import Retries, with_retries
 from serving.client.session import Call, MakeCall, Session
-from serving.client.streams import IN_FLIGHT, Answered, AnswerStream, Chunk, as_async
+from serving.client.streams import IN_FLIGHT, Answered, AnswerStream, Chunk
 from serving.closing import AsyncClosing, Closing
 from serving.errors import DeadlineExceeded, InternalError, RequestCancelled
 from serving.ordered_map import map_in_order
@@ -292,6 +292,7 @@ class LookupClient(_Client, Closing):
         batches: Iterable[Any],
         *,
         method: Method = "score",
+        outputs: Collection[str] | None = None,
         nulls: Nulls = "refuse",
         errors: Errors = "raise",
         in_flight: int = IN_FLIGHT,
@@ -311,6 +312,7 @@ class LookupClient(_Client, Closing):
             batches: what `score` or `lookup` takes: a DataFrame, or ids by feature. For scores also a tuple
                 (features, dense). No feature is shared.
             method: "score" or "lookup".
+            outputs: names of the scores to return, as `score`. None: all.
             nulls: as `lookup`.
             errors: "raise" the error of a batch at its place, which ends the stream, or "yield" it and go on.
             in_flight: most requests that are sent and not yet answered.
@@ -322,22 +324,25 @@ class LookupClient(_Client, Closing):
 
         Raises:
             ServingError: as `score` and `lookup`; the message begins with the number of the batch, from 0.
-            ConfigurationError: `method`, `errors`, `in_flight` or `timeout_s` is invalid.
+            ConfigurationError: an argument is invalid.
+            Exception: the error of `batches` itself, after the answers to the batches before it.
         """
         stream = AnswerStream(
             self._session,
+            batches,
             method,
+            outputs=outputs,
             nulls=nulls,
             errors=errors,
             in_flight=in_flight,
             timeout_s=timeout_s,
             progress=progress,
         )
-        return self._streamed(batches, stream)
+        return self._streamed(stream)
 
-    def _streamed(self, batches: Iterable[Any], stream: AnswerStream) -> Iterator[Any]:
+    def _streamed(self, stream: AnswerStream) -> Iterator[Any]:
         def chunks() -> Iterator[Chunk]:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(stream.read()):
                 yield from _result(stream.chunks(self._caller(stream.timeout_s), number, batch))
 
         def answer(chunk: Chunk) -> Answered:
@@ -346,6 +351,7 @@ class LookupClient(_Client, Closing):
         with ThreadPoolExecutor(stream.in_flight) as pool:
             for answered in map_in_order(pool, answer, chunks(), ahead=stream.in_flight - 1):
                 yield from _result(stream.join(self._caller(stream.timeout_s), answered))
+        stream.finish()
 
     def close(self) -> None:
         """Close the channel and cancel its calls."""
@@ -412,6 +418,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
         batches: Iterable[Any] | AsyncIterable[Any],
         *,
         method: Method = "score",
+        outputs: Collection[str] | None = None,
         nulls: Nulls = "refuse",
         errors: Errors = "raise",
         in_flight: int = IN_FLIGHT,
@@ -421,22 +428,22 @@ class AsyncLookupClient(_Client, AsyncClosing):
         """As `LookupClient.stream`, for `async for`. `batches` may be asynchronous."""
         stream = AnswerStream(
             self._session,
+            batches,
             method,
+            outputs=outputs,
             nulls=nulls,
             errors=errors,
             in_flight=in_flight,
             timeout_s=timeout_s,
             progress=progress,
         )
-        return self._streamed(batches, stream)
+        return self._streamed(stream)
 
-    async def _streamed(
-        self, batches: Iterable[Any] | AsyncIterable[Any], stream: AnswerStream
-    ) -> AsyncIterator[Any]:
+    async def _streamed(self, stream: AnswerStream) -> AsyncIterator[Any]:
         tasks: deque[asyncio.Task[Answered]] = deque()
         number = 0
         try:
-            async for batch in as_async(batches):
+            async for batch in stream.read_async():
                 for chunk in await stream.chunks(self._caller(stream.timeout_s), number, batch):
                     tasks.append(asyncio.create_task(stream.answer(self._caller(stream.timeout_s), chunk)))
                     if len(tasks) == stream.in_flight:
@@ -446,6 +453,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
             while tasks:
                 for answer in await stream.join(self._caller(stream.timeout_s), await tasks.popleft()):
                     yield answer
+            stream.finish()
         finally:
             for task in tasks:
                 task.cancel()

@@ -10,10 +10,10 @@ from serving.bundle.scores import INPUT_DTYPES
 from serving.client.model_info import ModelInfo
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest, add_ids
-from serving.requests.answer_columns import AnswerColumns
+from serving.requests.answer_columns import NO_LENGTHS, AnswerColumns
 from serving.requests.answers import JaggedRows
 from serving.requests.parameters import encode_parameters
-from serving.requests.types import Embeddings, Outputs, Tensors
+from serving.requests.types import Embeddings, Lengths, Outputs, Tensors
 
 
 class Answer(AnswerColumns[Any]):
@@ -26,8 +26,13 @@ class Answer(AnswerColumns[Any]):
         version: the model version that computed the whole answer.
     """
 
-    def __init__(self, embeddings: Mapping[str, Embeddings | JaggedRows], version: int) -> None:
-        super().__init__(embeddings)
+    def __init__(
+        self,
+        embeddings: Mapping[str, Embeddings | JaggedRows],
+        version: int,
+        lengths: Mapping[str, Lengths] = NO_LENGTHS,
+    ) -> None:
+        super().__init__(embeddings, lengths)
         self.version = version
 
 
@@ -40,8 +45,8 @@ class Scores(AnswerColumns[npt.NDArray[Any]]):
         version: the model version that computed the whole answer.
     """
 
-    def __init__(self, scores: Outputs, version: int) -> None:
-        super().__init__(scores)
+    def __init__(self, scores: Outputs, version: int, lengths: Mapping[str, Lengths] = NO_LENGTHS) -> None:
+        super().__init__(scores, lengths)
         self.version = version
 
 

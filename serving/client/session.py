@@ -22,7 +22,7 @@ from serving.requests.answers import JaggedRows, decode, decode_rows
 from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.input_forms import Nulls
-from serving.requests.layout import lengths_by_key, samples_of, shared_mask
+from serving.requests.layout import lengths_by_id, lengths_by_key, samples_of, shared_mask
 from serving.requests.limits import RequestLimits
 from serving.requests.streams import Method, features_and_dense
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
@@ -165,7 +165,9 @@ class Session:
         info, tensors = await self._encoded_for_scores(call, features, dense, outputs, nulls=nulls, **options)
         return await self._score(call, tensors, info)
 
-    async def batch(self, call: MakeCall, batch: Any, method: Method, nulls: Nulls) -> tuple[ModelInfo, Tensors]:
+    async def batch(
+        self, call: MakeCall, batch: Any, method: Method, outputs: Collection[str] | None, nulls: Nulls
+    ) -> tuple[ModelInfo, Tensors]:
         """The model, and the tensors of a batch of a stream, which may be larger than a request.
 
         Raises:
@@ -174,7 +176,7 @@ class Session:
         features, dense = features_and_dense(batch, method)
         if method == "lookup":
             return await self._encoded(call, features, is_limited=False, nulls=nulls)
-        return await self._encoded_for_scores(call, features, dense, None, is_limited=False, nulls=nulls)
+        return await self._encoded_for_scores(call, features, dense, outputs, is_limited=False, nulls=nulls)
 
     async def answer(self, call: MakeCall, tensors: Tensors, info: ModelInfo, method: Method) -> Answer | Scores:
         """The answer to a request.
@@ -230,7 +232,12 @@ class Session:
                     "another model now has this name: make a new client"
                 )
             scores[output.name] = np.frombuffer(content, dtype).reshape(shape)
-        return Scores({name: scores[name] for name in tensors.outputs}, int(response.model_version))
+        key_of = {name: info.by_id[name] for name in tensors.outputs if name in info.by_id}
+        return Scores(
+            {name: scores[name] for name in tensors.outputs},
+            int(response.model_version),
+            lengths_by_id(key_of, tensors, keys, info.by_id),
+        )
 
     async def _encoded(
         self, call: MakeCall, features: Features, *, is_limited: bool = True, **options: Any

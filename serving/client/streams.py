@@ -3,7 +3,7 @@
 Both clients share it. As in a session, its coroutines make calls by a function of the client.
 """
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from serving.arguments import check_argument, check_timeout
@@ -70,15 +70,19 @@ class AnswerStream:
     def __init__(
         self,
         session: Session,
+        batches: Iterable[Any] | AsyncIterable[Any],
         method: Method,
         *,
+        outputs: Collection[str] | None,
         nulls: Nulls,
         errors: Errors,
         in_flight: int,
         timeout_s: float,
         progress: SamplesDone,
     ) -> None:
-        check_stream(method, errors)
+        check_stream([] if isinstance(batches, AsyncIterable) else batches, method, errors)
+        if method == "lookup" and outputs is not None:
+            raise ConfigurationError('outputs: expected None for lookups, which have no scores: method="score"')
         check_argument("in_flight", in_flight, int)
         if not 1 <= in_flight <= _MAX_IN_FLIGHT:
             raise ConfigurationError(f"in_flight: expected 1 to {_MAX_IN_FLIGHT}, got {in_flight}")
@@ -86,17 +90,45 @@ class AnswerStream:
         self.in_flight = in_flight
         self.timeout_s = timeout_s
         self._session = session
+        self._batches = batches
         self._method: Method = method
+        self._outputs = outputs
         self._nulls: Nulls = nulls
         self._errors = errors
         self._progress = progress
         self._samples = 0
         self._batch: list[Answered] = []
+        self._read_error: Exception | None = None
+
+    def read(self) -> Iterator[Any]:
+        """The batches, until reading one fails. `finish` raises the error, after the answers to earlier batches."""
+        batches: Any = self._batches
+        try:
+            yield from batches
+        except Exception as error:
+            self._read_error = error
+
+    async def read_async(self) -> AsyncIterator[Any]:
+        """As `read`, of either kind of iterable."""
+        if not isinstance(self._batches, AsyncIterable):
+            for batch in self.read():
+                yield batch
+            return
+        try:
+            async for batch in self._batches:
+                yield batch
+        except Exception as error:
+            self._read_error = error
+
+    def finish(self) -> None:
+        """Raise the error of `read`, if there was one."""
+        if self._read_error is not None:
+            raise self._read_error
 
     async def chunks(self, call: MakeCall, number: int, batch: Any) -> Iterator[Chunk]:
         """Encode a batch, and cut it into requests. An error of the batch is its only chunk."""
         try:
-            info, tensors = await self._session.batch(call, batch, self._method, self._nulls)
+            info, tensors = await self._session.batch(call, batch, self._method, self._outputs, self._nulls)
             limits = chunk_limits([*info.dims.values()], info.max_request_samples, info.max_request_ids)
             return _chunks(number, info, cut(tensors, limits, info.by_id))
         except ServingError as error:
@@ -144,7 +176,10 @@ class AnswerStream:
                 answers.append(answer)
             newest = max(answer.version for answer in answers)
             if all(answer.version == newest for answer in answers):
-                return answers[0] if len(answers) == 1 else type(answers[0])(joined(answers), newest)
+                if len(answers) == 1:
+                    return answers[0]
+                lengths = joined([answer.lengths for answer in answers])
+                return type(answers[0])(joined(answers), newest, lengths)
             chunks = [
                 answered if answer.version == newest else await self.answer(call, answered.chunk)
                 for answered, answer in zip(chunks, answers, strict=True)
@@ -160,13 +195,3 @@ def _chunks(number: int, info: ModelInfo, requests: Iterator[Tensors]) -> Iterat
         first += sample_count(tensors)
         tensors = following
     yield Chunk(number, first, Request(info, tensors), is_last=True)
-
-
-async def as_async(batches: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
-    """The batches of either kind of iterable."""
-    if isinstance(batches, AsyncIterable):
-        async for batch in batches:
-            yield batch
-    else:
-        for batch in batches:
-            yield batch

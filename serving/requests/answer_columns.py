@@ -1,7 +1,9 @@
 """An answer as columns of a DataFrame. The library of the DataFrame is imported when it is asked for."""
 
 import math
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -9,9 +11,10 @@ import numpy as np
 from serving.errors import ConfigurationError
 from serving.notebook_table import notebook_table
 from serving.requests.answers import JaggedRows
-from serving.requests.types import Array
+from serving.requests.types import Array, Lengths
 
 Values = TypeVar("Values")
+NO_LENGTHS: Mapping[str, Lengths] = MappingProxyType({})
 # Of each array, in notebooks.
 _SHOWN_NUMBERS = 4
 
@@ -20,8 +23,16 @@ class AnswerColumns(dict[str, Values]):
     """What a model answers, by the name of the feature or output: arrays [B, …], or `JaggedRows` of B samples.
 
     As a DataFrame it has a row for each sample and a column for each name: [B] and [B, 1] are a column of numbers,
-    [B, n] and more a column of lists of n numbers, and `JaggedRows` a column of lists of rows.
+    [B, n] and more a column of lists of n numbers. `JaggedRows`, and arrays with a row for each id of a key, are a
+    column of lists of rows.
+
+    Attributes:
+        lengths: for each array with a row for each id of a key: how many rows each sample has, int32 [B].
     """
+
+    def __init__(self, values: Mapping[str, Values], lengths: Mapping[str, Lengths] = NO_LENGTHS) -> None:
+        super().__init__(values)
+        self.lengths = dict(lengths)
 
     def _repr_html_(self) -> str:
         """The shape and dtype of each array, and its first numbers, as notebooks show them."""
@@ -35,8 +46,8 @@ class AnswerColumns(dict[str, Values]):
         Raises:
             ConfigurationError: pyarrow is not installed, or the columns have different numbers of rows.
         """
-        pyarrow = self._library("pyarrow")
-        return pyarrow.table({name: _arrow_column(pyarrow, values) for name, values in self.items()})
+        pyarrow, columns = self._library_and_columns("pyarrow")
+        return pyarrow.table({name: _arrow_column(pyarrow, values) for name, values in columns.items()})
 
     def to_polars(self) -> Any:
         """A polars DataFrame. Lists of n are Arrays. float16 becomes float32.
@@ -44,8 +55,8 @@ class AnswerColumns(dict[str, Values]):
         Raises:
             ConfigurationError: polars is not installed, or the columns have different numbers of rows.
         """
-        polars = self._library("polars")
-        return polars.DataFrame([_polars_column(polars, name, values) for name, values in self.items()])
+        polars, columns = self._library_and_columns("polars")
+        return polars.DataFrame([_polars_column(polars, name, values) for name, values in columns.items()])
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame. Lists are numpy arrays: views of the answer.
@@ -53,18 +64,22 @@ class AnswerColumns(dict[str, Values]):
         Raises:
             ConfigurationError: pandas is not installed, or the columns have different numbers of rows.
         """
-        pandas = self._library("pandas")
-        return pandas.DataFrame({name: _pandas_column(pandas, values) for name, values in self.items()})
+        pandas, columns = self._library_and_columns("pandas")
+        return pandas.DataFrame({name: _pandas_column(pandas, values) for name, values in columns.items()})
 
-    def _library(self, name: str) -> Any:
-        rows = {column: len(values) for column, values in self.items()}  # type: ignore[arg-type]
+    def _library_and_columns(self, name: str) -> tuple[Any, dict[str, Any]]:
+        columns: dict[str, Any] = {
+            column: JaggedRows(values, self.lengths[column]) if column in self.lengths else values  # type: ignore[arg-type]
+            for column, values in self.items()
+        }
+        rows = {column: len(values) for column, values in columns.items()}
         if len({*rows.values()}) > 1:
             raise ConfigurationError(
                 f"answer: expected as many rows in each column, got {rows}: make a table each of what is shared, "
-                "of what has a row for each id, and of the rest"
+                "and of the rest"
             )
         try:
-            return import_module(name)
+            return import_module(name), columns
         except ImportError as error:
             raise ConfigurationError(f"{name}: expected it to be installed: pip install {name}: {error}") from error
 

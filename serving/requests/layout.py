@@ -5,7 +5,7 @@ features of the user are sent once, looked up once, and count for each item. In 
 feature.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -108,6 +108,25 @@ def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
     bounds = bag_bounds(len(keys), samples_of(tensors, keys, shared), shared).tolist()
     lengths: Any = tensors.lengths  # int32: it was encoded
     return {key: lengths[first:last] for key, (first, last) in zip(keys, pairwise(bounds), strict=True)}
+
+
+def lengths_by_id(
+    outputs: Mapping[str, str], tensors: Tensors, keys: Sequence[str], by_id: Collection[str]
+) -> dict[str, Lengths]:
+    """How many rows each sample has in outputs with a row for each id of a key, int32 [B] each.
+
+    Args:
+        outputs: the key of each such output.
+        tensors: the request.
+        keys: its keys, in order.
+        by_id: as `samples_of`.
+    """
+    if not outputs:
+        return {}
+    lengths = lengths_by_key(tensors, keys)
+    samples = samples_of(tensors, keys, np.array([key in tensors.shared for key in keys]), by_id)
+    repeats = {key: samples if key in tensors.shared else 1 for key in keys}
+    return {name: np.tile(lengths[key], repeats[key]) for name, key in outputs.items()}
 
 
 def are_alike(requests: Sequence[KjtRequest]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.requests.chunks import joined
 from serving.requests.dense_inputs import NO_DENSE
+from serving.requests.frames import is_frame
 from serving.requests.types import Tensors
 
 # The method of an engine or a client that answers the batches of a stream.
@@ -18,12 +19,16 @@ STREAM_TIMEOUT_S = 60.0
 SamplesDone = Callable[[int], object]
 
 
-def check_stream(method: Any, errors: Any) -> None:
-    """Refuse other words than those of `Method` and `Errors`.
+def check_stream(batches: Any, method: Any, errors: Any) -> None:
+    """Refuse one batch in place of several, and other words than those of `Method` and `Errors`.
 
     Raises:
         ConfigurationError: naming the argument.
     """
+    if is_frame(batches) or isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
+        raise ConfigurationError(
+            f"batches: expected an iterable of batches, got {type(batches).__name__}: one batch is a list, [batch]"
+        )
     for name, value, allowed in (("method", method, get_args(Method)), ("errors", errors, get_args(Errors))):
         if value not in allowed:
             raise ConfigurationError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {value!r:.80}")

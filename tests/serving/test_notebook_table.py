@@ -52,6 +52,6 @@ def test_an_answer_shows_shapes_and_first_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.float32])
 def test_an_answer_of_any_dtype_is_shown(dtype: type) -> None:
-    ((_, shape, _, numbers),) = cells(AnswerColumns(likes=np.zeros((0,), dtype))._repr_html_())[1:]
+    ((_, shape, _, numbers),) = cells(AnswerColumns({"likes": np.zeros((0,), dtype)})._repr_html_())[1:]
     assert (shape, numbers) == ("[0]", "")
-    assert ", 1" in AnswerColumns(likes=np.array([0, 1]).astype(dtype))._repr_html_()
+    assert ", 1" in AnswerColumns({"likes": np.array([0, 1]).astype(dtype)})._repr_html_()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from serving.errors import InvalidRequest
 from serving.lookup import dense_program
 from serving.model.settings import ServingSettings
 from serving.requests.accept import accept
+from serving.requests.answer_columns import AnswerColumns
 from serving.requests.captured import read_captured
+from serving.requests.chunks import ChunkLimits
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
 from tests.support.candidate_model import MODULE, NOW, Asked, ask, assert_right, example, expected
@@ -222,6 +224,38 @@ def test_clients_score_merged_with_others(server: Running) -> None:
                 assert_right(found, expected(*request))
 
     asyncio.run(run())
+
+
+def assert_lists(answer: AnswerColumns[Any], lengths: Mapping[str, Sequence[int]]) -> None:
+    """As a DataFrame, an answer has a row for each sample: for rows of ids, a list of as many as the sample has."""
+    frame = answer.to_polars()
+    assert answer.to_arrow().to_pydict() == frame.to_dict(as_series=False)
+    for name, counts in lengths.items():
+        if name in answer:
+            assert [*map(len, frame[name])] == [*map(len, answer.to_pandas()[name])] == [*counts]
+            rows = [row for rows in frame[name].to_list() for row in rows]
+            np.testing.assert_array_equal(np.array(rows).ravel(), answer[name].ravel())
+
+
+def test_rows_of_ids_are_columns_of_lists(engine: Engine, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limits in ("serving.engine.engine_chunk_limits", "serving.client.streams.chunk_limits"):
+        monkeypatch.setattr(limits, lambda *_, **__: ChunkLimits(3, 40))
+    random = np.random.default_rng(9)
+    bags, dense = ask(random, 10)
+    lengths = {name: [*map(len, bags[key])] for name, key in (("score", "target"), ("odd", "seen"))}
+    user, of_user = ask(random, 1)
+    items = {**user, "target": bags["target"]}
+    of_items = {**of_user, "session.now": dense["session.now"]}
+    of_one = {"score": lengths["score"], "odd": [len(user["seen"][0])] * 10}
+    with LookupClient(server.grpc, "m", 60) as client:
+        for model in (engine, client):
+            assert_lists(model.score(bags, dense), lengths)
+            assert_lists(model.score(items, of_items, shared=["seen", "bought_in"]), of_one)
+            for answer in model.stream([(bags, dense)] * 2):
+                assert_lists(answer, lengths)
+        (score,) = client.stream([(bags, dense)], outputs=["score"])
+        assert [*score] == ["score"]
+        assert_lists(score, lengths)
 
 
 def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ def stream_sync(address: str, batches: Iterable[Any], model: str = "m", **option
         yield from client.stream(batches, **{"method": "lookup"} | options)
 
 
-def stream_async(address: str, batches: Iterable[Any], model: str = "m", **options: Any) -> Iterator[Any]:
+def stream_async(
+    address: str, batches: Iterable[Any] | AsyncIterable[Any], model: str = "m", **options: Any
+) -> Iterator[Any]:
     """Each answer is taken before the next one is asked for."""
     loop = asyncio.new_event_loop()
 
@@ -144,6 +146,31 @@ def test_a_batch_that_cannot_be_encoded_waits_for_its_place(fake: FakeServer, ad
     assert str(error).startswith("batch 1: ")
 
 
+def assert_answered_before(failure: Exception, answers: Iterator[Any]) -> None:
+    assert [len(next(answers)["x"]) for _ in range(2)] == [1, 2]
+    with pytest.raises(type(failure), match=f"^{failure}$"):
+        next(answers)
+
+
+@pytest.mark.parametrize("failure", [OSError("no such file"), InvalidRequest("not of this stream")], ids=type)
+def test_an_error_of_reading_batches_comes_after_the_answers_to_earlier_ones(
+    address: str, stream: Stream, failure: Exception
+) -> None:
+    """Requests may be in flight when it is raised. It is raised also where errors of batches are yielded."""
+
+    def batches() -> Iterator[Any]:
+        yield batch(1)
+        yield batch(2)
+        raise failure
+
+    async def asynchronous_batches() -> AsyncIterator[Any]:
+        for samples in batches():
+            yield samples
+
+    assert_answered_before(failure, stream(address, batches(), errors="yield"))
+    assert_answered_before(failure, stream_async(address, asynchronous_batches(), errors="yield"))
+
+
 @pytest.mark.usefixtures("chunks_of_two")
 def test_a_batch_is_answered_by_one_version(fake: FakeServer, address: str, stream: Stream) -> None:
     """The first request is answered by an old version, and is sent again."""
@@ -185,6 +212,25 @@ def test_a_number_in_flight_is_from_1_to_1024(address: str, in_flight: Any) -> N
         client.stream([], in_flight=in_flight)
     with pytest.raises(ConfigurationError, match=r"^in_flight: "):
         AsyncLookupClient(address, "m", PATIENT_S).stream([], in_flight=in_flight)
+
+
+@pytest.mark.parametrize(
+    "batches", [pa.table({"x": [1]}), {"x": [1]}, "x", 5, None], ids=lambda it: type(it).__name__
+)
+def test_one_batch_in_place_of_several_is_refused(address: str, batches: Any) -> None:
+    with (
+        LookupClient(address, "m", PATIENT_S) as client,
+        pytest.raises(
+            ConfigurationError,
+            match=r"^batches: expected an iterable of batches, got \w+: one batch is a list, \[batch\]",
+        ),
+    ):
+        client.stream(batches)
+
+
+def test_lookups_have_no_outputs_to_choose(address: str) -> None:
+    with LookupClient(address, "m", PATIENT_S) as client, pytest.raises(ConfigurationError, match=r"^outputs: "):
+        client.stream([], method="lookup", outputs=["click"])
 
 
 def test_a_hundred_thousand_rows_are_scored_as_an_engine_scores_them(tmp_path: Path) -> None:
