@@ -1,6 +1,5 @@
 """A Parquet file of DLRM_DCN's rows scored by `tbe-serve score-files`, against the engine in a loop and the model."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
 from serving.batch.batch_scores import BatchScores
 from serving.batch.columns import BatchColumns
+from serving.batch.folder_output import FolderOutput
 from serving.batch.inputs import find_inputs, parts_of
+from serving.batch.journal import Journal
 from serving.batch.part_scores import Job, score_part
 from serving.batch.sources import BundleSource
 from serving.engine import Engine
@@ -43,9 +44,10 @@ def run(workload: Workload, folder: Path) -> Iterator[Result]:
     day = folder / "day.parquet"
     parquet.write_table(pa.concat_tables(tables), day)
     slices = [table.slice(first, LOOP_BATCH) for table in tables for first in range(0, BATCH, LOOP_BATCH)]
-    with Engine.open(bundle) as engine, tempfile.TemporaryDirectory(dir=folder) as scores:
+    scores = folder / "scores"
+    with Engine.open(bundle) as engine:
         candidates: Mapping[str, Callable[[], Any]] = {
-            "files": lambda: _score_file(engine, bundle, day, Path(scores)),
+            "files": lambda: _score_file(engine, bundle, day, scores),
             "engine": lambda: [engine.score(batch) for batch in slices],
             "eager": lambda: _eager(model, keys, batches, dense),
         }
@@ -73,10 +75,15 @@ def _table(keys: list[str], request: Arrays, dense: Any) -> Any:
 def _score_file(engine: Engine, bundle: Path, day: Path, scores: Path) -> None:
     """What the command does with a file once the bundle is loaded."""
     source = BundleSource(bundle)
-    columns = BatchColumns(source.inputs(), {}, ())
-    job = Job(BatchScores(source, columns, "refuse"), False, {}, scores, scores)
-    for part in parts_of(find_inputs([str(day)])):
-        score_part(engine, job, part, lambda _: None)
+    files = find_inputs([str(day)])
+    journal = Journal(scores_of={}, inputs=tuple(files), options={})
+    output, parts = FolderOutput(scores), parts_of(files)
+    job = Job(BatchScores(source, BatchColumns(source.inputs(), {}, ()), "refuse"), False, journal.metadata, output)
+    with output.locked():
+        output.prepare(journal, parts, skips_bad_rows=False, restart=True)
+        for part in parts:
+            score_part(engine, job, part, lambda _: None)
+        output.publish(journal, parts)
 
 
 def _eager(model: DLRM_DCN, keys: list[str], batches: list[Arrays], dense: Any) -> Any:

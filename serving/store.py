@@ -306,7 +306,7 @@ def _for_small(prefix: str) -> dict[str, Any]:
 # What to do, by words of what obstore says.
 _HINTS = {
     "builder error": "is its endpoint http:? AWS_ALLOW_HTTP=true allows that",
-    "http://169.254.169.254": "no credentials: neither AWS_ACCESS_KEY_ID and so on, nor a role of the machine",
+    "/latest/api/token": "no credentials: neither AWS_ACCESS_KEY_ID and so on, nor a role of the machine",
     "404 Not Found": "is there a bucket of that name?",
     "invalid path": "remove that object, whose name has an empty part or dots, or take a prefix without such ones",
 }

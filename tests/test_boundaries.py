@@ -64,10 +64,9 @@ FEW_IMPORT = {
     "polars": set(),
     "pyarrow": {
         "serving.batch.batch_scores",
+        "serving.batch.folder_output",
         "serving.batch.inputs",
-        "serving.batch.journal",
         "serving.batch.part_scores",
-        "serving.batch.run",
         "serving.batch.scorer",
     },
     "export": set(),

@@ -11,6 +11,7 @@ from typing import Any
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
+from serving.batch.objects import READ_BYTES, ObjectState, find_objects, split_url
 from serving.errors import ConfigurationError
 from serving.files import Strict, is_url
 
@@ -24,16 +25,18 @@ class InputFile(Strict, frozen=True):
     """A Parquet file.
 
     Attributes:
-        path: absolute.
+        path: absolute, or the URL of an object.
         size_bytes: its size.
         footer: SHA-256 of its footer, which says where its columns are and what they hold, in hex.
         rows: of each row group.
+        e_tag: of an object. "": it is a file, or its store has no ETags.
     """
 
     path: str
     size_bytes: int
     footer: str
     rows: tuple[int, ...]
+    e_tag: str = ""
 
     def open(self) -> ParquetFile:
         """Open the file.
@@ -43,7 +46,7 @@ class InputFile(Strict, frozen=True):
         """
         if read_input(self.path) != self:
             raise ConfigurationError(f"{self.path}: changed while it was scored: start again with --restart")
-        return open_parquet(self.path)
+        return open_parquet(self.path, ObjectState(self.size_bytes, self.e_tag))
 
 
 class Part(Strict, frozen=True):
@@ -76,14 +79,14 @@ class Part(Strict, frozen=True):
 
 
 def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
-    """The Parquet files that are named by files, folders and globs, in that order.
+    """The Parquet files and objects that are named by files, folders, globs and URLs, in that order.
 
     A folder has the files *.parquet below it, except those whose path in it has a name that begins with "." or "_".
 
     Raises:
         ConfigurationError: naming what has no file, is no Parquet file, or is named twice.
     """
-    paths = [os.path.abspath(path) for pattern in patterns for path in _paths_of(pattern)]
+    paths = [path for pattern in patterns for path in (find_objects if is_url(pattern) else _paths_of)(pattern)]
     if twice := [path for path, count in Counter(paths).items() if count > 1]:
         raise ConfigurationError(f"{twice[0]}: expected each file once, got it twice")
     return [read_input(path) for path in paths]
@@ -100,37 +103,51 @@ def read_input(path: str) -> InputFile:
 
     Raises:
         ConfigurationError: it is no Parquet file.
+        ServerUnavailable: its store cannot be reached, or refuses access.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size_bytes - _END_BYTES))
+    if is_url(path):
+        bucket, name = split_url(path)
+        state = bucket.state(name)
+        if state is None:
+            raise ConfigurationError(f"{path}: expected a Parquet file: the object is missing")
+        file: Any = bucket.open(name, state)
+    else:
+        file = open(path, "rb")  # noqa: SIM115  it is closed below
+        state = ObjectState(os.fstat(file.fileno()).st_size, "")
+    with file:
+        file.seek(max(0, state.size_bytes - _END_BYTES))
         footer_bytes = _END_BYTES + int.from_bytes(file.read(4), "little")
-        file.seek(max(0, size_bytes - footer_bytes))
+        file.seek(max(0, state.size_bytes - footer_bytes))
         footer = hashlib.sha256(file.read(footer_bytes)).hexdigest()
-    with open_parquet(path) as parquet:
+    with open_parquet(path, state) as parquet:
         metadata = parquet.metadata
         rows = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
-    return InputFile(path=path, size_bytes=size_bytes, footer=footer, rows=rows)
+    return InputFile(path=path, size_bytes=state.size_bytes, e_tag=state.e_tag, footer=footer, rows=rows)
 
 
-def open_parquet(path: str) -> Any:
+def open_parquet(path: str, state: ObjectState) -> Any:
     """A ParquetFile that holds a few pages of each column in memory.
 
+    Args:
+        path: of a file or an object.
+        state: of the object. Once it changes, reads fail.
+
     Raises:
-        ConfigurationError: it is no Parquet file.
+        ConfigurationError: it is no Parquet file, or the object has changed.
     """
+    source: Any = path
+    if is_object := is_url(path):
+        bucket, name = split_url(path)
+        source = bucket.open(name, state)
     try:
-        return ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        return ParquetFile(source, buffer_size=READ_BYTES if is_object else _BUFFER_BYTES, pre_buffer=False)
     except ArrowException as error:
         raise ConfigurationError(f"{path}: expected a Parquet file: {error}") from error
 
 
 def _paths_of(pattern: str) -> Iterator[str]:
-    if is_url(pattern):
-        raise ConfigurationError(
-            f"{pattern}: expected a file, folder or glob on this machine, got a URL: copy it first"
-        )
+    pattern = os.path.abspath(pattern)
     if os.path.isfile(pattern):
         return iter([pattern])
     if os.path.isdir(pattern):

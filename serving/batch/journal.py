@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pyarrow.parquet import read_metadata
 
 from serving.batch.inputs import InputFile
 from serving.errors import ConfigurationError
-from serving.files import UNREADABLE, Strict, read_file, replacing
+from serving.files import UNREADABLE, Strict
 
 JOURNAL = "journal.json"
 # The key of the metadata of each file with scores that has the SHA-256 of the journal, in hex.
-_METADATA = b"tbe-serving.journal"
-_MOST_BYTES = 1 << 30
+METADATA = b"tbe-serving.journal"
 
 
 class Journal(Strict, frozen=True):
@@ -33,30 +31,27 @@ class Journal(Strict, frozen=True):
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata of each file with scores."""
-        return {_METADATA.decode(): self.digest} | {
-            f"tbe-serving.{key}": text for key, text in self.scores_of.items()
-        }
+        return {METADATA.decode(): self.digest} | {f"tbe-serving.{key}": text for key, text in self.scores_of.items()}
 
     @property
     def digest(self) -> str:
         """SHA-256 of the journal, in hex."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
-    def write(self, folder: Path) -> None:
-        """Write the journal into a folder."""
-        with replacing(folder / JOURNAL) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=1))
+    def encoded(self) -> bytes:
+        """The journal as it is written."""
+        return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=1)
 
 
-def read_journal(folder: Path) -> Journal | None:
-    """The journal in a folder. None: there is none, or it cannot be read."""
+def decode_journal(content: bytes) -> Journal | None:
+    """A journal that was written. None: it is none."""
     try:
-        return msgspec.json.decode(read_file(folder / JOURNAL, _MOST_BYTES), type=Journal)
-    except (FileNotFoundError, *UNREADABLE):
+        return msgspec.json.decode(content, type=Journal)
+    except UNREADABLE:
         return None
 
 
-def check_continues(out: Path, earlier: Journal, journal: Journal) -> None:
+def check_continues(out: Path | str, earlier: Journal, journal: Journal) -> None:
     """Refuse to go on with a run of something else.
 
     Args:
@@ -90,14 +85,6 @@ def _difference(earlier: Journal, journal: Journal) -> tuple[str, Any, Any]:
     return "the order of inputs", [*before], [*now]
 
 
-def is_output_of(out: Path, journal: Journal) -> bool | None:
-    """Whether a folder has the finished scores of a run. None: it has no scores of any run."""
-    paths = sorted(out.glob("part-*.parquet"))
-    if not paths:
-        return None
-    digest = (read_metadata(paths[0]).metadata or {}).get(_METADATA)
-    return None if digest is None else bool(digest.decode() == journal.digest)
-
-
 def _shown(file: InputFile) -> str:
-    return f"{file.size_bytes} bytes with footer {file.footer[:12]}…"
+    tag = f", ETag {file.e_tag}" if file.e_tag else ""
+    return f"{file.size_bytes} bytes with footer {file.footer[:12]}…{tag}"

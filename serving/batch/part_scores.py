@@ -4,9 +4,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -15,8 +13,8 @@ from pyarrow.parquet import ParquetWriter
 from serving.batch.batch_scores import BATCH_ROWS, BatchScores
 from serving.batch.columns import BatchColumns
 from serving.batch.inputs import Part
+from serving.batch.outputs import Output
 from serving.errors import InvalidRequest, ServingError
-from serving.files import replacing
 
 # Rows that are written together. Like BATCH_ROWS, they bound the memory.
 _WRITTEN_ROWS = 64 << 10
@@ -30,15 +28,13 @@ class Job:
         batch_scores: how batches of its rows are scored.
         skips_bad_rows: whether rows that are refused are left out. Otherwise the first one is an error.
         metadata: of each file that is written.
-        scores: the folder of these files.
-        errors: the folder of the files that name the rows that were left out.
+        output: where scores are written.
     """
 
     batch_scores: BatchScores
     skips_bad_rows: bool
     metadata: dict[str, str]
-    scores: Path
-    errors: Path
+    output: Output
 
 
 class BadRow(NamedTuple):
@@ -64,7 +60,7 @@ def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], obje
     """
     bad_rows: list[BadRow] = []
     tables = _written_tables(_scored(model, job, part, bad_rows, rows_done))
-    with replacing(job.scores / part.name) as file:
+    with job.output.writing(part.name) as file:
         table = next(tables, None)
         if table is None:
             with part.file.open() as parquet:
@@ -74,18 +70,14 @@ def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], obje
             for table in tables:
                 writer.write_table(table)
         # Inside the block: the part is finished when its file has its name.
-        _write_bad_rows(job.errors / part.errors_name, part, bad_rows)
+        job.output.write_errors(part.errors_name, _lines(part, bad_rows))
 
 
-def _write_bad_rows(path: Path, part: Part, bad_rows: list[BadRow]) -> None:
-    with suppress(FileNotFoundError):
-        path.unlink()
-    if not bad_rows:
-        return
-    with replacing(path) as file:
-        for bad in bad_rows:
-            line = {"file": part.file.path, "row_group": part.row_group, "row": bad.row, "reason": bad.reason}
-            file.write(json.dumps(line).encode() + b"\n")
+def _lines(part: Part, bad_rows: list[BadRow]) -> bytes:
+    """A line of JSON for each row that is left out."""
+    where = {"file": part.file.path, "row_group": part.row_group}
+    lines = [json.dumps({**where, "row": bad.row, "reason": bad.reason}) + "\n" for bad in bad_rows]
+    return "".join(lines).encode()
 
 
 def _written_tables(tables: Iterator[Any]) -> Iterator[Any]:

@@ -24,10 +24,17 @@ _LINE_S = 10.0
 
 @takes_tls
 def score_files(
-    inputs: Annotated[list[str], typer.Argument(help="Parquet files, folders of them, and globs.")],
+    inputs: Annotated[
+        list[str], typer.Argument(help="Parquet files, folders of them, globs, and such URLs: s3://bucket/days.")
+    ],
     tls: TlsOf,
     out_folder: Annotated[
-        Path, typer.Option("--out", help="Folder for the scores: a Parquet file for each row group of the inputs.")
+        str,
+        typer.Option(
+            "--out",
+            help="Folder for the scores, or a URL such as s3://bucket/scores: a Parquet file for each row group of "
+            "the inputs.",
+        ),
     ],
     bundle: Annotated[
         Path | None, typer.Option(help="The bundle to score with, <model>/<version>, in this process.")
@@ -50,7 +57,8 @@ def score_files(
     on_error: Annotated[
         OnError,
         typer.Option(
-            help="'fail' at a row that the model refuses, or 'skip' such rows and list them in OUT.errors.jsonl."
+            help="'fail' at a row that the model refuses, or 'skip' such rows and list them in OUT.errors.jsonl, in "
+            "a store in OUT/_errors."
         ),
     ] = "fail",
     workers: Annotated[int, typer.Option(min=1, help="Processes that score, each on one core.")] = 1,
@@ -66,7 +74,8 @@ def score_files(
 ) -> None:
     """Score Parquet files. The output has the rows of the input, in their order.
 
-    After an interruption, the same command goes on where the run stopped. OUT appears when all rows are scored.
+    After an interruption, the same command goes on where the run stopped. OUT appears when all rows are scored; in a
+    store, OUT/_SUCCESS does.
     """
     from serving.batch.run import score_files as run  # pyarrow, which a client does not have
 

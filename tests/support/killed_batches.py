@@ -9,23 +9,52 @@ import mmap
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from serving.batch.run import score_files
-from serving.batch.sources import BundleSource
-from serving.engine import Engine  # noqa: F401  children would import it
+from tests.support.day import ROW_GROUP, ROWS
+
+ROOT = Path(__file__).parents[2]
 
 
-def main(bundle: Path, day: Path, folder: Path, kills: int) -> None:
+def killed(bundle: Path, day: Path, folder: str, kills: int) -> dict[str, Any]:
+    """Kill runs in another process, and check that rows were not scored again beyond what kills lose.
+
+    Args:
+        bundle: scores them.
+        day: `ROWS` rows in row groups of `ROW_GROUP`.
+        folder: of the outputs, `whole` and `scores-<number>`: a path or a URL.
+        kills: how many.
+
+    Returns:
+        What `main` prints.
+    """
+    command = [sys.executable, "-m", "tests.support.killed_batches", str(bundle), str(day), folder, str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert report["once"] == ROWS
+    assert report["killed"] == kills
+    # A kill loses what was scored of one part.
+    assert report["rows"] <= report["outputs"] * ROWS + kills * ROW_GROUP
+    return report
+
+
+def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
     """Kill runs until so many are killed. A killed run is started again; the one after a whole run has another output."""
+    from serving.batch.run import score_files
+    from serving.batch.sources import BundleSource
+    from serving.engine import Engine  # noqa: F401  children would import it
+
     scored = mmap.mmap(-1, 8)  # shared with children
 
     def rows() -> int:
         return int.from_bytes(scored[:8], "little")
 
-    def start(out: Path) -> int:
+    def start(out: str) -> int:
         if child := os.fork():
             return child
         done_before: list[int] = []
@@ -43,24 +72,24 @@ def main(bundle: Path, day: Path, folder: Path, kills: int) -> None:
             os._exit(status)
 
     begun = time.monotonic()
-    os.waitpid(start(folder / "whole"), 0)
+    os.waitpid(start(f"{folder}/whole"), 0)
     whole_s = time.monotonic() - begun
     once = rows()
     moments = random.Random(0)
     killed = drafts = output = 0
     while killed < kills:
-        out = folder / f"scores-{output}"
+        out = f"{folder}/scores-{output}"
         child = start(out)
         time.sleep(moments.uniform(0, whole_s))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
-        drafts += bool([*folder.glob(".scores-*.scoring/scores/.*")])
+        drafts += bool([*Path(folder).glob(".scores-*.scoring/scores/.*")])
         output += status == 0
-    os.waitpid(start(folder / f"scores-{output}"), 0)
+    os.waitpid(start(f"{folder}/scores-{output}"), 0)
     report = {"once": once, "rows": rows() - once, "outputs": output + 1, "killed": killed, "drafts": drafts}
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -47,9 +47,7 @@ def test_a_name_with_the_signs_of_a_glob_is_a_name(tmp_path: Path) -> None:
         pytest.param("empty", "empty: expected Parquet files", id="an empty folder"),
         pytest.param("days/notes.txt", "notes.txt: expected a Parquet file: ", id="an empty file"),
         pytest.param("text", "text: expected a Parquet file: ", id="text"),
-        pytest.param(
-            "s3://bucket/day.parquet", "s3://bucket/day.parquet: expected a file, folder or glob", id="a URL"
-        ),
+        pytest.param("http://host/day", "http://host/day: expected a path on this machine, or s3://", id="a URL"),
     ],
 )
 def test_what_has_no_parquet_is_refused(

@@ -16,13 +16,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from serving.batch import part_scores, run
+from serving.batch import folder_output, part_scores
 from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
 from tests.support.deadlines import PATIENT_S
+from tests.support.killed_batches import killed
 
 ROOT = Path(__file__).parents[3]
 
@@ -152,7 +153,7 @@ def test_scores_that_were_replaced_are_completed_after_a_kill(
     out = tmp_path / "scores"
     score_files(BundleSource(bundle), [str(day)], out)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "put_in_place", lambda *_: (_ for _ in ()).throw(Stopped))
+        patch.setattr(folder_output, "put_in_place", lambda *_: (_ for _ in ()).throw(Stopped))
         with pytest.raises(Stopped):
             score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True)
     assert not out.exists()
@@ -212,7 +213,7 @@ def test_bad_rows_are_left_out_and_listed(bundle: Path, day: Path, tmp_path: Pat
     bad = _with_bad_rows(day)
     source, out, errors = BundleSource(bundle), tmp_path / "scores", tmp_path / "scores.errors.jsonl"
     summary = score_files(source, [str(day)], out, keep=["id"], on_error="skip")
-    assert (summary.skipped_rows, summary.errors) == (len(bad), errors)
+    assert (summary.skipped_rows, summary.errors) == (len(bad), str(errors))
     scores = parquet.read_table(out)
     assert scores["id"].to_pylist() == [row for row in range(ROWS) if row not in bad]
     lines = [json.loads(line) for line in errors.read_text().splitlines()]
@@ -341,15 +342,7 @@ def test_workers_end_with_a_run_that_is_killed(bundle: Path, tmp_path: Path) -> 
 
 
 def _kill(bundle: Path, tmp_path: Path, kills: int) -> None:
-    day = write_day(tmp_path / "day.parquet")
-    command = [sys.executable, "-m", "tests.support.killed_batches", str(bundle), str(day), str(tmp_path), str(kills)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["once"] == ROWS
-    assert report["killed"] == kills
-    # A kill loses what was scored of one part.
-    assert report["rows"] <= report["outputs"] * ROWS + kills * ROW_GROUP
+    report = killed(bundle, write_day(tmp_path / "day.parquet"), str(tmp_path), kills)
     for output in range(report["outputs"]):
         assert contents(tmp_path / f"scores-{output}") == contents(tmp_path / "whole")
     assert not [*tmp_path.glob(".*")]

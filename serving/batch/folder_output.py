@@ -1,0 +1,156 @@
+"""Scores in a folder, which appears when all parts are finished.
+
+Until then they are in a hidden folder beside it.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pyarrow import ArrowException
+from pyarrow.parquet import read_metadata
+
+from serving.batch.inputs import Part
+from serving.batch.journal import JOURNAL, METADATA, Journal, check_continues, decode_journal
+from serving.errors import ConfigurationError
+from serving.files import make_content, put_in_place, read_file, replacing
+
+# Files of this size and more are left out of the page cache, in bytes.
+_LARGE_BYTES = 64 << 20
+_MOST_JOURNAL_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FolderOutput:
+    """An `Output` in a folder.
+
+    Attributes:
+        out: its path, absolute.
+    """
+
+    out: Path
+
+    @property
+    def errors(self) -> str:
+        """The file that names the rows without scores."""
+        return str(self.out.with_name(f"{self.out.name}.errors.jsonl"))
+
+    @property
+    def _hidden(self) -> Path:
+        return self.out.with_name(f".{self.out.name}.scoring")
+
+    @property
+    def _scores(self) -> Path:
+        return self._hidden / "scores"
+
+    @property
+    def _errors(self) -> Path:
+        return self._hidden / "errors"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make and lock the hidden folder, which is removed when the block ends well."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        lock = self._lock()
+        try:
+            yield
+            shutil.rmtree(self._hidden)
+        finally:
+            with suppress(OSError):
+                self._hidden.rmdir()  # a run that was refused wrote nothing
+            os.close(lock)
+
+    def _lock(self) -> int:
+        """The descriptor that holds the lock."""
+        while True:
+            self._hidden.mkdir(exist_ok=True)
+            lock = os.open(self._hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock)
+                raise ConfigurationError(
+                    f"{self.out}: another run writes it: wait for its end, or name another"
+                ) from error
+            if self._hidden.exists() and os.path.samestat(os.fstat(lock), self._hidden.stat()):
+                return lock
+            os.close(lock)  # another run finished, and removed it, before it was locked
+
+    def is_finished(self, journal: Journal, *, restart: bool) -> bool:
+        """As `Output`. An output is recognised by the metadata of its first file."""
+        if not os.path.lexists(self.out):
+            return False
+        digest = None
+        with suppress(ArrowException, OSError, IndexError):
+            first = sorted(self.out.glob("part-*.parquet"))[0]
+            digest = (read_metadata(first).metadata or {}).get(METADATA)
+        if digest is None:
+            raise ConfigurationError(f"{self.out}: expected no such file or folder, or earlier scores: name another")
+        finished = bool(digest.decode() == journal.digest)
+        if not finished and not restart:
+            raise ConfigurationError(
+                f"{self.out}: has scores of another bundle, of other inputs or with other options: name another "
+                "folder, or replace it with --restart"
+            )
+        return finished
+
+    def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:
+        """As `Output`."""
+        earlier = None
+        with suppress(FileNotFoundError):
+            earlier = decode_journal(read_file(self._hidden / JOURNAL, _MOST_JOURNAL_BYTES))
+        if earlier is not None and not restart:
+            check_continues(self.out, earlier, journal)
+        for path in self._hidden.iterdir():
+            if earlier == journal and path.name in (JOURNAL, self._scores.name, self._errors.name):
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if earlier != journal:
+            with replacing(self._hidden / JOURNAL) as file:
+                file.write(journal.encoded())
+        self._scores.mkdir(exist_ok=True)
+        self._errors.mkdir(exist_ok=True)
+        if not skips_bad_rows:
+            for part in parts:
+                if (self._errors / part.errors_name).exists():  # a run with --on-error skip finished it
+                    (self._scores / part.name).unlink(missing_ok=True)
+        names = {name for part in parts for name in (part.name, part.errors_name)}
+        for path in (*self._scores.iterdir(), *self._errors.iterdir()):
+            if path.name not in names:  # a draft of a run that was killed
+                path.unlink()
+        return {path.name for path in self._scores.iterdir()}
+
+    def writing(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """As `Output`."""
+        return replacing(self._scores / name)
+
+    def write_errors(self, name: str, lines: bytes) -> None:
+        """As `Output`."""
+        (self._errors / name).unlink(missing_ok=True)
+        if lines:
+            with replacing(self._errors / name) as file:
+                file.write(lines)
+
+    def publish(self, journal: Journal, parts: Sequence[Part]) -> None:  # noqa: ARG002
+        """Name the rows without scores in one file, and give the folder its name."""
+        files = [path for part in parts if (path := self._errors / part.errors_name).exists()]
+        if files:
+            with replacing(Path(self.errors)) as file:
+                for path in files:
+                    file.write(path.read_bytes())
+        else:
+            make_content(Path(self.errors), None)
+        if self.out.exists():  # with --restart
+            self.out.rename(self._hidden / "replaced")
+        put_in_place(self._scores, self.out, _LARGE_BYTES)
+
+    def skipped_rows(self) -> int:
+        """As `Output`."""
+        with suppress(FileNotFoundError), Path(self.errors).open("rb") as file:
+            return sum(1 for _ in file)
+        return 0

@@ -1,0 +1,109 @@
+"""Scores below the URL of an object store. `_SUCCESS` is written last: without it, the scores are not whole.
+
+A store renames nothing. A part appears when it is finished, and nothing is kept on this machine, so that a run can go
+on from another one. Readers such as Spark leave out names that begin with "_".
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import BinaryIO
+
+from serving.batch.inputs import Part
+from serving.batch.journal import Journal, check_continues, decode_journal
+from serving.batch.objects import Objects, objects_of
+from serving.errors import ConfigurationError
+
+SUCCESS = "_SUCCESS"
+_JOURNAL = "_journal.json"
+# Below it, the rows of each part that have no scores.
+_ERRORS = "_errors"
+
+
+@dataclass(frozen=True)
+class ObjectOutput:
+    """An `Output` below a URL.
+
+    Attributes:
+        url: such as s3://bucket/scores, without "/" at its end.
+    """
+
+    url: str
+
+    @property
+    def errors(self) -> str:
+        """The prefix of the objects that name the rows without scores."""
+        return f"{self.url}/{_ERRORS}"
+
+    @property
+    def _objects(self) -> Objects:
+        return objects_of(self.url)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nothing is locked: two runs of one journal write the same objects."""
+        return nullcontext()
+
+    def is_finished(self, journal: Journal, *, restart: bool) -> bool:
+        """As `Output`. An output is recognised by its journal."""
+        names = self._objects.states()
+        if names and _JOURNAL not in names:
+            raise ConfigurationError(f"{self.url}: expected no objects, or earlier scores: name another prefix")
+        if SUCCESS not in names:
+            return False
+        finished = self._objects.read(SUCCESS) == _success(journal)
+        if not finished and not restart:
+            raise ConfigurationError(
+                f"{self.url}: has scores of another bundle, of other inputs or with other options: name another "
+                "prefix, or replace them with --restart"
+            )
+        return finished
+
+    def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:
+        """As `Output`."""
+        names = set(self._objects.states())
+        earlier = decode_journal(self._objects.read(_JOURNAL) or b"") if _JOURNAL in names else None
+        if earlier is not None and not restart:
+            check_continues(self.url, earlier, journal)
+        expected = {part.name: f"{_ERRORS}/{part.errors_name}" for part in parts}
+        finished = set(expected) & names if earlier == journal else set()
+        if not skips_bad_rows:
+            finished -= {name for name, errors in expected.items() if errors in names}
+        if earlier != journal:
+            # Without its _SUCCESS, no reader takes what is left for scores; without its parts, no run does.
+            self._objects.delete(names & {SUCCESS})
+            self._objects.delete(name for name in sorted(names) if _is_ours(name))
+            self._objects.write(_JOURNAL, journal.encoded())
+        else:
+            kept = finished | {expected[name] for name in finished}
+            self._objects.delete(name for name in sorted(names - kept) if _is_ours(name))
+        return finished
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[BinaryIO]:
+        """As `Output`. The part is on this machine until it is finished."""
+        with TemporaryFile() as file:
+            yield file
+            self._objects.write_file(name, file)
+
+    def write_errors(self, name: str, lines: bytes) -> None:
+        """As `Output`. `prepare` removed those of an earlier try."""
+        if lines:
+            self._objects.write(f"{_ERRORS}/{name}", lines)
+
+    def publish(self, journal: Journal, parts: Sequence[Part]) -> None:  # noqa: ARG002
+        """Write `_SUCCESS`."""
+        self._objects.write(SUCCESS, _success(journal))
+
+    def skipped_rows(self) -> int:
+        """As `Output`."""
+        return sum((self._objects.read(name) or b"").count(b"\n") for name in self._objects.states(_ERRORS))
+
+
+def _success(journal: Journal) -> bytes:
+    return f'{{"journal_sha256": "{journal.digest}"}}\n'.encode()
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a run writes an object of this name, apart from its journal and `_SUCCESS`."""
+    return name.startswith(f"{_ERRORS}/") or (name.startswith("part-") and name.endswith(".parquet"))

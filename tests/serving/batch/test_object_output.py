@@ -1,0 +1,209 @@
+"""Files are scored from and into an object store: found, read while they stay the same, and whole with `_SUCCESS`."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from serving.batch import objects
+from serving.batch.inputs import find_inputs
+from serving.batch.object_output import SUCCESS
+from serving.batch.run import score_files
+from serving.batch.sources import BundleSource
+from serving.errors import ConfigurationError, InvalidRequest, ServerUnavailable
+from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
+from tests.support.killed_batches import killed
+from tests.support.s3 import BUCKET, S3, s3_server
+
+PARTS = -(-ROWS // ROW_GROUP)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def url(s3: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A prefix in the store that has nothing yet."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    objects.objects_of.cache_clear()
+    return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}"
+
+
+def put(s3: S3, url: str, path: Path) -> str:
+    s3.put(url.removeprefix(f"s3://{BUCKET}/"), path.read_bytes())
+    return url
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """The objects below a URL."""
+    below = objects.objects_of(url)
+    return {name: below.read(name) or b"" for name in below.states()}
+
+
+def scores_in(url: str) -> dict[str, bytes]:
+    return {name: content for name, content in stored(url).items() if not name.startswith("_")}
+
+
+class Stopped(Exception):
+    """As if the run were killed: what it wrote stays."""
+
+
+def stop_after(rows: int) -> Callable[[int, int], None]:
+    def progress(done: int, _: int) -> None:
+        if done >= rows:
+            raise Stopped
+
+    return progress
+
+
+def test_a_prefix_a_glob_and_an_object_are_found(url: str, s3: S3, tmp_path: Path) -> None:
+    day = write_day(tmp_path / "day.parquet", day_table(10))
+    for name in ("b.parquet", "a.parquet", "deep/c.parquet", "_hidden/d.parquet", "deep/.e.parquet", "a.txt"):
+        put(s3, f"{url}/{name}", day)
+
+    def names(*patterns: str) -> list[str]:
+        return [file.path.removeprefix(f"{url}/") for file in find_inputs(patterns)]
+
+    assert names(url) == names(f"{url}/") == ["a.parquet", "b.parquet", "deep/c.parquet"]
+    assert names(f"{url}/*.parquet") == ["a.parquet", "b.parquet"]
+    assert names(f"{url}/**/[cd].parquet") == ["_hidden/d.parquet", "deep/c.parquet"]
+    assert names(f"{url}/deep/c.parquet", f"{url}/a.parquet") == ["deep/c.parquet", "a.parquet"]
+    (file,) = find_inputs([f"{url}/a.parquet"])
+    assert (file.size_bytes, file.rows) == (day.stat().st_size, (10,))
+    assert file.e_tag.strip('"') == hashlib.md5(day.read_bytes()).hexdigest()
+    with pytest.raises(ConfigurationError, match=r"a\.parquet: expected each file once, got it twice"):
+        find_inputs([url, f"{url}/a.parquet"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        pytest.param("URL/none", "/none: expected Parquet objects: one, a prefix with", id="no object"),
+        pytest.param("URL/*.csv", r"/\*\.csv: expected Parquet objects", id="a glob of nothing"),
+        pytest.param("URL/a.txt", r"/a\.txt: expected a Parquet file: ", id="text"),
+        pytest.param("http://bucket/a", "http://bucket/a: expected a path on this machine, or s3://", id="http"),
+        pytest.param("s3://bucket", "s3://bucket: expected a path on this machine, or s3://", id="a bucket"),
+    ],
+)
+def test_what_has_no_parquet_is_refused(url: str, s3: S3, wrong: str, message: str) -> None:
+    s3.put(f"{url.removeprefix(f's3://{BUCKET}/')}/a.txt", b"id,ts\n" * 100)
+    with pytest.raises(ConfigurationError, match=message):
+        find_inputs([wrong.replace("URL", url)])
+
+
+def test_a_bucket_that_is_missing_is_named(url: str) -> None:  # noqa: ARG001
+    with pytest.raises(ServerUnavailable, match=r"s3://no-such-bucket/day.*is there a bucket of that name\?"):
+        find_inputs(["s3://no-such-bucket/day"])
+
+
+def test_credentials_that_are_missing_are_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # a machine without a role
+    with pytest.raises(ServerUnavailable, match="no credentials: neither AWS_ACCESS_KEY_ID and so on"):
+        find_inputs([url])
+
+
+def test_an_object_is_scored_into_a_prefix(url: str, s3: S3, bundle: Path, day: Path, tmp_path: Path) -> None:
+    source, inputs = BundleSource(bundle), [put(s3, f"{url}/days/day.parquet", day)]
+    summary = score_files(source, inputs, f"{url}/scores", keep=["id"])
+    assert (summary.scored_rows, summary.parts, summary.errors) == (ROWS, PARTS, None)
+    score_files(source, inputs, tmp_path / "scores", keep=["id"])
+    assert scores_in(f"{url}/scores") == contents(tmp_path / "scores")
+    written = [
+        key.rpartition("/")[2] for method, key in s3.asked() if method == "PUT" and f"{url[12:]}/scores" in key
+    ]
+    assert written == ["_journal.json", *sorted(contents(tmp_path / "scores")), SUCCESS]
+    assert score_files(source, inputs, f"{url}/scores", keep=["id"]).scored_rows == 0
+    with pytest.raises(ConfigurationError, match=r"has scores of another bundle, of other inputs or with other"):
+        score_files(source, inputs, f"{url}/scores")
+    assert score_files(source, inputs, f"{url}/scores", restart=True).scored_rows == ROWS
+    score_files(source, inputs, tmp_path / "without", restart=True)
+    assert scores_in(f"{url}/scores") == contents(tmp_path / "without")
+
+
+def test_a_run_that_was_interrupted_goes_on(url: str, bundle: Path, day: Path, tmp_path: Path) -> None:
+    source = BundleSource(bundle)
+    with pytest.raises(Stopped):
+        score_files(source, [str(day)], url, progress=stop_after(4 * ROW_GROUP + 1))
+    assert sorted(stored(url)) == ["_journal.json", *(f"part-{number:05}.parquet" for number in range(4))]
+    with pytest.raises(ConfigurationError, match=r"an earlier run did not finish, and --keep changed"):
+        score_files(source, [str(day)], url, keep=["id"])
+    assert score_files(source, [str(day)], url).scored_rows == ROWS - 4 * ROW_GROUP
+    score_files(source, [str(day)], tmp_path / "scores")
+    assert scores_in(url) == contents(tmp_path / "scores")
+
+
+def test_an_object_that_changes_while_it_is_scored_is_named(url: str, s3: S3, bundle: Path, day: Path) -> None:
+    inputs = [put(s3, f"{url}/day.parquet", day)]
+
+    def progress(done: int, _: int) -> None:
+        if done == 2 * ROW_GROUP:
+            put(s3, inputs[0], write_day(day, day_table(seed=1)))
+
+    with pytest.raises(
+        ConfigurationError, match=r"day\.parquet: changed while it was scored: start again with --rest"
+    ):
+        score_files(BundleSource(bundle), inputs, f"{url}/scores", progress=progress)
+    assert SUCCESS not in stored(f"{url}/scores")
+    with pytest.raises(ConfigurationError, match=r"the input s3://.*day\.parquet changed: it was \d+ bytes .*ETag"):
+        score_files(BundleSource(bundle), inputs, f"{url}/scores")
+
+
+def test_bytes_of_a_changed_object_are_not_read(url: str, s3: S3, tmp_path: Path) -> None:
+    path = put(s3, f"{url}/day.parquet", write_day(tmp_path / "day.parquet"))
+    (file,) = find_inputs([path])
+    with file.open() as opened:
+        s3.put(path.removeprefix(f"s3://{BUCKET}/"), b"x" * file.size_bytes)
+        with pytest.raises(ConfigurationError, match=r"day\.parquet: changed while it was scored"):
+            opened.read()
+
+
+def test_bad_rows_are_listed_below_errors(url: str, bundle: Path, tmp_path: Path) -> None:
+    table = day_table(10)
+    day = write_day(tmp_path / "day.parquet", table.set_column(2, "x", pa.array([[50], *[[]] * 9])), 5)
+    with pytest.raises(InvalidRequest, match=r"row group 0, row 0"):
+        score_files(BundleSource(bundle), [str(day)], url)
+    summary = score_files(BundleSource(bundle), [str(day)], url, keep=["id"], on_error="skip", restart=True)
+    assert (summary.skipped_rows, summary.errors) == (1, f"{url}/_errors")
+    line = json.loads(stored(url)["_errors/part-00000.parquet.jsonl"])
+    assert (line["file"], line["row_group"], line["row"]) == (str(day), 0, 0)
+    assert parquet.read_table(pa.BufferReader(scores_in(url)["part-00000.parquet"]))["id"].to_pylist() == [1, 2, 3, 4]
+    with pytest.raises(ConfigurationError, match=r"has no scores of the rows in .*_errors: --on-error skip accepts"):
+        score_files(BundleSource(bundle), [str(day)], url, keep=["id"])
+
+
+def test_objects_of_another_program_are_not_replaced(url: str, s3: S3, bundle: Path, day: Path) -> None:
+    for name in (SUCCESS, "part-00000.parquet"):
+        s3.put(f"{url.removeprefix(f's3://{BUCKET}/')}/{name}", b"spark's")
+    for restart in (False, True):
+        with pytest.raises(ConfigurationError, match="expected no objects, or earlier scores"):
+            score_files(BundleSource(bundle), [str(day)], url, restart=restart)
+    assert set(stored(url).values()) == {b"spark's"}
+
+
+def _kill(url: str, bundle: Path, tmp_path: Path, kills: int) -> None:
+    report = killed(bundle, write_day(tmp_path / "day.parquet"), url, kills)
+    for output in range(report["outputs"]):
+        assert scores_in(f"{url}/scores-{output}") == scores_in(f"{url}/whole")
+        assert SUCCESS in stored(f"{url}/scores-{output}")
+
+
+def test_a_run_may_be_killed_at_any_moment(url: str, bundle: Path, tmp_path: Path) -> None:
+    _kill(url, bundle, tmp_path, 3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_many_runs_may_be_killed(url: str, bundle: Path, tmp_path: Path) -> None:
+    """KILLS=100 makes more of them."""
+    _kill(url, bundle, tmp_path, int(os.environ.get("KILLS", "30")))
