@@ -43,7 +43,7 @@ def site_paths(root: Path) -> dict[str, str]:
 def site_page(text: str, source: str, paths: Mapping[str, str]) -> str:
     """A page with links that work in the site.
 
-    A link to a file that the site does not have, such as a test, becomes the path of the file.
+    A link to a file that the site does not have becomes the path of the file, or the name of a test.
 
     Args:
         text: Markdown.
@@ -61,6 +61,8 @@ def site_page(text: str, source: str, paths: Mapping[str, str]) -> str:
         if file in paths:
             return f"{image}[{label}]({relpath(paths[file], here)}{anchor or ''})"
         is_name = label.strip("`") in {file, Path(file).name, Path(file).stem}
+        if is_name and file.startswith("tests/"):
+            return f"`{Path(file).stem}`"
         return f"`{file}`" if is_name else f"{label} (`{file}`)"
 
     end = 0

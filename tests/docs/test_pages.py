@@ -35,6 +35,13 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), test
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_empty_line_follows_every_table(page: Path) -> None:
+    """Markdown takes the next line for a row of the table."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\|.*\n(?=[^|\n])(.*)", text, re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda picture: picture.stem)
 def test_a_drawing_is_readable_in_both_modes_and_by_screen_readers(picture: Path) -> None:
     """Its own background covers all of it, and nothing is taken from another file."""

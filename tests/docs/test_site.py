@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from docs.site.build import build_site
 from docs.site.pages import site_page, site_paths
+from docs.site.reference import reference_pages
 from tests.support.browser import chromium
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +152,7 @@ def test_every_page_is_there_as_markdown_and_listed_for_language_models(site: Pa
         ("[how](export.md#scores)", "[how](export.md#scores)"),
         ("[README](../README.md#use-it)", "[README](index.md#use-it)"),
         ("[why](decisions/README.md)", "[why](decisions/index.md)"),
-        ("[test_files](../tests/serving/test_files.py)", "`tests/serving/test_files.py`"),
+        ("[test_files](../tests/serving/test_files.py)", "`test_files`"),
         ("[the image](../deploy/Dockerfile)", "[the image](deploy/Dockerfile)"),
         ("[clients](../examples/clients/README.md)", "[clients](other-languages.md)"),
         ("[the filter](../serving/server/process_setup.py)", "the filter (`serving/server/process_setup.py`)"),
@@ -171,6 +172,12 @@ def test_the_site_has_the_files_that_its_pages_link(site: Path) -> None:
     programs = (site / "other-languages.md").read_text()
     assert (ROOT / "examples" / "clients" / "go" / "ranker.go").read_text() in programs
     assert "make test-all" in programs
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {path for path in site_paths(ROOT).values() if path.endswith(".md")} | reference_pages().keys()
+    navigation = (ROOT / "docs" / "site" / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    assert sorted(re.findall(r"[\w/-]+\.md", navigation)) == sorted(pages)
 
 
 def test_links_between_folders_are_relative() -> None:
