@@ -123,11 +123,6 @@ class DtypeScorer:
         bundle = next(iter(self._engines.values())).bundle
         self._schema = schema_of(prepared.manifest, IdMaps.of(bundle.path, bundle.manifest))
 
-    @property
-    def runs_model(self) -> bool:
-        """Whether the trained model itself can be run."""
-        return self._eager_scores is not None
-
     def score(self, batch: LabelledBatch, bundles: Sequence[Dtypes]) -> tuple[list[Numbers], Numbers | None]:
         """Score the rows of a batch.
 

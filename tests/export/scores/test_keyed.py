@@ -141,7 +141,7 @@ def assert_served(module: nn.Module, bundle: Path) -> None:
             np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
-@pytest.mark.parametrize("model", one_in(2, MODELS))
+@pytest.mark.parametrize("model", one_in(4, MODELS))
 @pytest.mark.parametrize("fresh", one_in(2, [True, False]), ids=["fresh", "used"])
 def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
     """A fresh module has seen no batch: TorchRec's KTRegroupAsDict does not know the keys yet."""
@@ -156,7 +156,7 @@ def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: b
     assert_served(module, bundle)
 
 
-@pytest.mark.parametrize("model", [Loops, RegroupsBoth])
+@pytest.mark.parametrize("model", one_in(2, [RegroupsBoth, Loops]))
 def test_with_weights_of_a_checkpoint(model: Callable[[], Keyed], tmp_path: Path) -> None:
     module = trained(model())
     torch.save(module.state_dict(), tmp_path / "saved")
