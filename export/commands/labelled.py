@@ -15,6 +15,7 @@ from export.plan.sharding import Sharding
 from serving.batch.columns import read_column_names
 from serving.bundle.formats import WeightDtype
 from serving.errors import ConfigurationError
+from serving.requests.input_forms import Nulls
 from serving.terminal.options import shared_options
 
 _MAX_AUC_LOSS = 0.0005
@@ -78,6 +79,10 @@ def _labelled_options(
             "`tbe-serve score-files --columns`."
         ),
     ] = None,
+    nulls: Annotated[
+        Nulls | None,
+        typer.Option(help="'refuse' null lists and ids (default), or read a null list as an 'empty' one."),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -106,8 +111,8 @@ def _labelled_options(
 ) -> LabelledOptions | None:
     if labelled is None:
         needs_labelled: dict[str, Any] = {
-            "label": label, "columns": columns, "output": output, "max_auc_loss": max_auc_loss, "example": example,
-            "config": config,
+            "label": label, "columns": columns, "nulls": nulls, "output": output, "max_auc_loss": max_auc_loss,
+            "example": example, "config": config,
         }  # fmt: skip
         for option, value in needs_labelled.items():
             if value is not None:
@@ -118,7 +123,7 @@ def _labelled_options(
     settings = {name: value for name, value in settings.items() if name not in ("dtype", "max_error")}
     return LabelledOptions(
         measured=DtypeOptions(
-            rows=LabelledRows(labelled, label, read_column_names(columns)),
+            rows=LabelledRows(labelled, label, read_column_names(columns), nulls or "refuse"),
             output=output,
             max_auc_loss=_MAX_AUC_LOSS if max_auc_loss is None else max_auc_loss,
         ),

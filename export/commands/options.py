@@ -165,7 +165,7 @@ OPTIONS = (
         typed=str,
         parse=dense_compiler,
         help="With --scores: also compile the layers after the collections to native code: aoti, by AOTInductor, for "
-        "x86-64-v3 and this release of torch. It needs a C++ compiler, and takes 20 s or more.",
+        "x86-64-v3 and this build of torch. It needs a C++ compiler, and takes 20 s or more.",
     ),
     ExportOption(
         name="dense_widths",

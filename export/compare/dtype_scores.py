@@ -165,8 +165,9 @@ class DtypeScorer:
         features, keys = batch.features, self._manifest.keys
         if isinstance(features, Mapping):
             features = {key: features[key] for key in keys if key in features} | {**features}
-        ids = encode(features, self._manifest.weighted_keys)
-        dense = encode_dense(self._part.inputs, batch.dense, lengths_by_key(ids, ids.features or ()))
+        ids = encode(features, self._manifest.weighted_keys, nulls=batch.nulls)
+        lengths = lengths_by_key(ids, ids.features or ())
+        dense = encode_dense(self._part.inputs, batch.dense, lengths, nulls=batch.nulls)
         samples = accept(self._schema, replace(ids, dense=dense, outputs=[self._output])).samples
         if samples != batch.labels.size:
             raise ConfigurationError(

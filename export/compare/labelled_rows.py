@@ -11,6 +11,7 @@ from export.scores.labelled_requests import LabelledRequest, Labels, outputs_wit
 from serving.batch.columns import BatchColumns, ModelInputs
 from serving.errors import ConfigurationError
 from serving.pins import not_installed
+from serving.requests.input_forms import Nulls
 
 # Rows of a parquet file that are scored at a time.
 BATCH_ROWS = 2048
@@ -26,12 +27,14 @@ class LabelledBatch:
         features: ids by feature, as `Engine.score` takes them.
         dense: dense inputs by name, as `Engine.score` takes them.
         labels: bool [B].
+        nulls: what null lists and ids are, as in `serving.requests.encoding.encode`.
     """
 
     where: str
     features: Any
     dense: Any
     labels: Labels
+    nulls: Nulls = "refuse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class LabelledRows:
         label: the column with the labels of parquet files. None for JSON lines, which have labels themselves.
         column_names: of parquet files: the column of each input that has another name there, as `BatchColumns` takes
             them.
+        nulls: what null lists and ids are.
 
     Raises:
         ConfigurationError: the path does not exist; parquet files have no label column; JSON lines have one, or have
@@ -71,6 +75,7 @@ class LabelledRows:
     path: Path
     label: str | None
     column_names: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    nulls: Nulls = "refuse"
 
     def __post_init__(self) -> None:
         is_parquet = self.path.suffix == _SUFFIX or self.path.is_dir()
@@ -101,7 +106,7 @@ class LabelledRows:
             requests = read_labelled(self.path)
             if columns.output not in outputs_with_labels(requests, columns.outputs):
                 raise ConfigurationError(f"{requests[0].where}: label: expected labels for output {columns.output!r}")
-            return lambda: (_batch_of_request(request, columns.output) for request in requests)
+            return lambda: (_batch_of_request(request, columns.output, self.nulls) for request in requests)
         files = sorted(self.path.rglob(f"*{_SUFFIX}")) if self.path.is_dir() else [self.path]
         if not files:
             raise ConfigurationError(f"labelled: {self.path}: expected files *{_SUFFIX} in it, found none")
@@ -112,7 +117,7 @@ class LabelledRows:
         for file in files:
             with _parquet_file(file) as parquet:
                 _columns_to_read(file, parquet.schema_arrow, read_columns, label)
-        return lambda: (batch for file in files for batch in _read_parquet(file, read_columns, label))
+        return lambda: (batch for file in files for batch in _read_parquet(file, read_columns, label, self.nulls))
 
 
 def _parquet_file(path: Path) -> Any:
@@ -135,7 +140,7 @@ def _columns_to_read(path: Path, schema: Any, columns: BatchColumns, label: str)
     return list(dict.fromkeys([*columns.of_file(f"labelled: {path}", schema), label]))
 
 
-def _read_parquet(path: Path, columns: BatchColumns, label: str) -> Iterator[LabelledBatch]:
+def _read_parquet(path: Path, columns: BatchColumns, label: str, nulls: Nulls) -> Iterator[LabelledBatch]:
     start = 0
     with _parquet_file(path) as file:
         names = _columns_to_read(path, file.schema_arrow, columns, label)
@@ -154,6 +159,7 @@ def _read_parquet(path: Path, columns: BatchColumns, label: str) -> Iterator[Lab
                 f"labelled: {path}: rows {start} to {stop - 1}",
                 *columns.request(batch),
                 labels_of_column(path, label, batch[label], start),
+                nulls,
             )
             start = stop
 
@@ -186,7 +192,7 @@ def labels_of_column(path: Path, label: str, column: Any, start: int) -> Labels:
     return labels
 
 
-def _batch_of_request(request: LabelledRequest, output: str) -> LabelledBatch:
+def _batch_of_request(request: LabelledRequest, output: str, nulls: Nulls) -> LabelledBatch:
     label = request.label[output] if isinstance(request.label, dict) else request.label
     labels = request.labels_of(output, len(label) if isinstance(label, list) else 0)
-    return LabelledBatch(request.where, request.features, request.dense, labels)
+    return LabelledBatch(request.where, request.features, request.dense, labels, nulls)

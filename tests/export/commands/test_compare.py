@@ -38,6 +38,7 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         ([*PLANTED, "--labelled", "T", "--config", "T"], "t.toml: Object contains unknown field"),
         ([*PLANTED, "--label", "c"], "--label: expected --labelled with it"),
         ([*PLANTED, "--columns", "T"], "--columns: expected --labelled with it"),
+        ([*PLANTED, "--nulls", "empty"], "--nulls: expected --labelled with it"),
         ([*PLANTED, "--labelled", "d.jsonl", "--columns", "N"], "--columns: expected a parquet file"),
         ([*PLANTED, "--output", "a"], "--output: expected --labelled with it"),
         ([*PLANTED, "--max-auc-loss", "0.1"], "--max-auc-loss: expected --labelled with it"),

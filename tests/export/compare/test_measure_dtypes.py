@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -21,6 +22,7 @@ from export.compare.measure_dtypes import measure_dtypes
 from export.prepare import Prepared, prepare
 from serving.engine import Engine
 from serving.errors import ConfigurationError
+from serving.requests.input_forms import Nulls
 from tests.models.registry import example_of, module_of
 from tests.support.planted_tables import ROWS, build, build_probabilities, write_labelled
 from tests.support.scored_models import EXACT, WIDTHS, by_position, dlrm, trained, two_tower
@@ -37,9 +39,13 @@ def planted(build_model: Callable[[], nn.Module]) -> Prepared:
     return prepared(build_model())
 
 
-def measured(path: Path, *, of: Callable[[], nn.Module] = build, **options: Any) -> DtypeStudy:
+def measured(
+    path: Path, *, of: Callable[[], nn.Module] = build, nulls: Nulls = "refuse", **options: Any
+) -> DtypeStudy:
     defaults = {"output": None, "max_auc_loss": LIMIT, "dtypes": [WeightDtype.INT8, WeightDtype.INT4]}
-    return measure_dtypes(planted(of), DtypeOptions(rows=LabelledRows(path, "click"), **defaults | options))
+    return measure_dtypes(
+        planted(of), DtypeOptions(rows=LabelledRows(path, "click", nulls=nulls), **defaults | options)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +139,26 @@ def test_an_id_outside_of_a_table_is_refused_by_its_file_and_rows(tmp_path: Path
         ConfigurationError, match=r"day\.parquet: rows 0 to 899: feature 'idle_id': .*got 200 for sample 750"
     ):
         measured(path)
+
+
+def test_nulls_are_refused_or_read_as_no_ids(tmp_path: Path) -> None:
+    """The same answers as from a file whose lists are empty."""
+    path = write_labelled(tmp_path / "day.parquet", 900)
+    table = pq.read_table(path)
+    ids = table["idle_id"].to_pylist()
+    studies = []
+    absent: list[int] | None
+    for absent in (None, []):
+        bags = [absent if row % 3 == 0 else [id_] for row, id_ in enumerate(ids)]
+        pq.write_table(table.set_column(table.column_names.index("idle_id"), "idle_id", pa.array(bags)), path)
+        if absent is None:
+            with pytest.raises(
+                ConfigurationError, match=r"feature 'idle_id': expected no nulls, .* \(--nulls empty\)"
+            ):
+                measured(path, dtypes=[WeightDtype.INT8])
+        studies.append(measured(path, nulls="empty", dtypes=[WeightDtype.INT8]))
+    with_nulls, with_empty_lists = studies
+    assert with_nulls.bundles["int8"].auc == with_empty_lists.bundles["int8"].auc
 
 
 def mixed(tables: Mapping[str, Any]) -> dict[str, WeightDtype]:
