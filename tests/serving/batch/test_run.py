@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from serving.errors import ConfigurationError, InvalidRequest
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
 from tests.support.deadlines import PATIENT_S
 from tests.support.killed_batches import killed
+from tests.support.memory_limit import NoControlGroup, memory_limit
 
 ROOT = Path(__file__).parents[3]
 
@@ -282,6 +284,55 @@ score_files(BundleSource(Path(sys.argv[1])), [sys.argv[2]], Path(f"{sys.argv[2]}
 # getrusage(2) would count the memory of the test that started this process, too.
 print(1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]))
 """
+
+
+_LIMITED = """
+import os, sys
+from pathlib import Path
+
+Path(sys.argv[3]).write_text(str(os.getpid()))
+from serving.batch.run import score_files
+from serving.batch.sources import BundleSource
+
+print(score_files(BundleSource(Path(sys.argv[1])), [sys.argv[2]], Path(f"{sys.argv[2]}.scores")).scored_rows)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_file_three_times_as_large_as_the_memory_is_scored(bundle: Path, tmp_path: Path) -> None:
+    """1.6 GB in a control group of 512 MiB, which also counts libraries and the page cache."""
+    limit, rows = 512 << 20, 100_000
+    random = np.random.default_rng(0)
+    schema = pa.schema({name: pa.list_(pa.int64()) for name in ("x", "y", "z")}).append(
+        pa.field("user", pa.list_(pa.float32(), 3))
+    )
+    schema = schema.append(pa.field("item", pa.list_(pa.float32(), 2)))
+    ids = pa.ListArray.from_arrays(
+        np.arange(0, rows * 30 + 1, 30, dtype=np.int32), pa.array(random.integers(0, 10, rows * 30))
+    )
+    dense = {
+        name: pa.FixedSizeListArray.from_arrays(random.random(rows * width, np.float32), width)
+        for name, width in (("user", 3), ("item", 2))
+    }
+    table = pa.table({"x": ids, "y": ids, "z": ids, **dense}, schema)
+    day = tmp_path / "day.parquet"
+    written = 0
+    with parquet.ParquetWriter(day, schema, use_dictionary=False, compression="none") as writer:
+        while day.stat().st_size < 3 * limit:
+            writer.write_table(table, row_group_size=rows)
+            written += rows
+    command = [sys.executable, "-c", _LIMITED, str(bundle), str(day)]
+    try:
+        with memory_limit(limit) as processes:
+            enter = f"import os; open({str(processes)!r}, 'w').write(str(os.getpid())); "
+            hog = subprocess.run([sys.executable, "-c", f"{enter}bytearray(b'x' * {limit})"], check=False)
+            assert hog.returncode == -signal.SIGKILL, "the limit has no effect"
+            done = subprocess.run([*command, str(processes)], cwd=ROOT, capture_output=True, text=True, check=False)
+    except NoControlGroup as error:
+        pytest.skip(f"needs a control group with a memory limit: {error}")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == written
 
 
 @pytest.mark.long

@@ -1,20 +1,31 @@
 """`tbe-serve score-files`."""
 
+import os
+import pty
 import re
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from typer.testing import CliRunner
 
 from export import ExportConfig, export_model
+from serving.__main__ import app
+from serving.commands import score_files
 from serving.server import Ports, Server, run_server
 from tests.support.day import ROWS, day_table, write_day
 from tests.support.models import SUM, collection
 from tests.support.ranker import mixing, ranker
 from tests.support.servers import tbe_serve
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +136,33 @@ def test_what_cannot_be_scored_is_refused(
     assert done.returncode != 0
     assert message in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["day.parquet"]
+
+
+def test_a_terminal_shows_rows_a_second_and_the_time_left(repository: Path, tmp_path: Path) -> None:
+    day = write_day(tmp_path / "day.parquet", day_table(20_000), row_group=5_000)
+    terminal, its_end = pty.openpty()
+    termios.tcsetwinsize(its_end, (24, 120))
+    command = [sys.executable, "-m", "serving", *scoring(day, repository, tmp_path)]
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=its_end, stdout=subprocess.DEVNULL) as process:
+        os.close(its_end)
+        shown = b""
+        with suppress(OSError), open(terminal, "rb", buffering=0) as screen:  # EIO: the process has ended
+            while block := screen.read(1 << 16):
+                shown += block
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"scoring, [\d,]+ rows/s", text)
+    assert re.search(r"\d+/20000 rows +[\d-]+:[\d-]+:[\d-]+", text)
+
+
+def test_a_log_has_a_line_from_time_to_time(
+    repository: Path, day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score_files, "_LINE_S", 0.0)
+    done = CliRunner().invoke(app, scoring(day, repository, tmp_path))
+    assert done.exit_code == 0, done.output
+    lines = [line.removeprefix("tbe-serve: ") for line in done.stderr.splitlines()]
+    assert re.fullmatch(r"0 of 1,000 rows, 0 rows/s", lines[0])
+    assert all(re.fullmatch(r"[\d,]+ of 1,000 rows, [\d,]+ rows/s, [\d,]+ s left", line) for line in lines[1:])
+    assert lines[-1].startswith("1,000 of 1,000 rows, ")
