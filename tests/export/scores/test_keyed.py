@@ -197,7 +197,9 @@ def test_a_regrouping_of_other_keys_is_found_out(tmp_path: Path) -> None:
         query = KeyedTensor(["words", "country", "user_id"], [24, 16, 16], torch.zeros(2, 56))
         item = KeyedTensor(["item_id@seen", "recent", "item_id@item"], [12, 12, 8], torch.zeros(2, 32))
         module.regroup([query, item])
-    with pytest.raises(ParityError, match="RegroupsBoth: output 'sum': what follows the collections answers otherw"):
+    with pytest.raises(
+        ParityError, match="RegroupsBoth: output 'sum': what follows the collections answers differently"
+    ):
         export_model(module, tmp_path, "m", EXACT)
 
 
