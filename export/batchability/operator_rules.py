@@ -162,6 +162,20 @@ def _matmul(first: str, second: str) -> Rule:
     return rule
 
 
+def _trilinear(call: OperatorCall) -> SampleAxis | None:
+    """`nn.Bilinear`: a product of three tensors, each with new dimensions of size 1; then a sum over dimensions."""
+    axes = []
+    for tensor, new_dims in (("i1", "expand1"), ("i2", "expand2"), ("i3", "expand3")):
+        if axis := call.axis(tensor):
+            new = call.arguments[new_dims]
+            dims = [dim for dim in range(len(call.shape(tensor)) + len(new)) if dim not in new]
+            axes.append(SampleAxis(dims[axis.dim], axis.block))
+    axis, summed = _common(axes), call.arguments["sumdim"]
+    if axis is None or axis.dim in summed:
+        return None
+    return SampleAxis(axis.dim - sum(dim < axis.dim for dim in summed), axis.block)
+
+
 def _layer_norm(call: OperatorCall) -> SampleAxis | None:
     axis = call.axis("input")
     leading = len(call.shape("input")) - len(call.arguments["normalized_shape"])
@@ -325,6 +339,7 @@ _RULES: dict[str, Rule] = {
     "bmm.default": _matmul("self", "mat2"),
     "addmm.default": _matmul("mat1", "mat2"),
     "baddbmm.default": _matmul("batch1", "batch2"),
+    "_trilinear.default": _trilinear,
     "native_layer_norm.default": _layer_norm,
     "_native_batch_norm_legit_no_training.default": _of_channels,
     "native_group_norm.default": _of_channels,

@@ -34,6 +34,7 @@ class Parts(nn.Module):
         self.lstm, self.gru = nn.LSTM(4, 5, batch_first=True), nn.GRU(4, 5, batch_first=True)
         self.conv, self.groups = nn.Conv1d(3, 5, 2), nn.GroupNorm(3, WIDTH)
         self.table, self.prelu = nn.Embedding(10, 4), nn.PReLU()
+        self.bilinear = nn.Bilinear(WIDTH, DENSE, 4)
         self.weight = nn.Parameter(torch.randn(WIDTH))
         self.rows, self.columns = torch.triu_indices(3, 3, 1)
 
@@ -95,6 +96,7 @@ APART: dict[str, Forward] = {
     "operator of attention": lambda _, e, __: attention(e.view(-1, 1, 3, 4)),
     "recurrent": lambda m, e, _: m.lstm(blocks(e))[0][:, -1] + m.gru(blocks(e))[0][:, -1],
     "convolution": lambda m, e, _: m.conv(blocks(e)).flatten(1),
+    "bilinear": lambda m, e, d: m.bilinear(e, d) + m.bilinear(m.weight.expand(e.size(0), -1), d),
     "interactions": lambda m, e, _: torch.bmm(blocks(e), blocks(e).transpose(1, 2))[:, m.rows, m.columns],
     "einsum": lambda _, e, d: torch.einsum("bi,bj->bij", e, d) + torch.einsum("bik,bjk->bij", blocks(e), blocks(e)).sum((1, 2))[:, None, None],
     "factorization machine": lambda _, e, __: (blocks(e).sum(1) ** 2 - (blocks(e) ** 2).sum(1)).sum(1),
@@ -184,6 +186,7 @@ MEET: dict[str, Forward] = {
     "triangle": lambda _, e, __: torch.tril(e),
     "strides": lambda _, e, __: e.as_strided((e.size(0), 12), (0, 1)),
     "a mean alone": lambda _, e, __: e.mean().expand(e.size(0)),
+    "bilinear over samples": lambda _, e, d: e + torch._trilinear(e[:, :1], torch.ones(1, 1), d[:, :1], [], [], [], [0]).expand(e.size(0))[:, None],
 }  # fmt: skip
 
 
