@@ -14,6 +14,7 @@ from export.errors import ModelError
 from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
 from tests.support.scored_models import EXACT
 
@@ -59,7 +60,7 @@ def ids(lengths: list[int]) -> KeyedJaggedTensor:
     )
 
 
-@pytest.mark.parametrize("dtype", [DenseDtype.FP32, DenseDtype.BF16, DenseDtype.INT8])
+@pytest.mark.parametrize("dtype", one_in(3, [DenseDtype.FP32, DenseDtype.BF16, DenseDtype.INT8]))
 @pytest.mark.parametrize("way", ["example", "traced", "own"])
 def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
