@@ -1,6 +1,8 @@
 """A Parquet file of DLRM_DCN's rows scored by `tbe-serve score-files`, against the engine in a loop and the model."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,6 @@ from serving.batch.sources import BundleSource
 from serving.engine import Engine
 
 ROWS, BATCH = 16_384, 4096
-# Rows of each batch of the loop, with which an engine is fastest.
-LOOP_BATCH = 512
 ROUNDS = 7
 # Aims, which the page names: against the engine in a loop, and against the model.
 OVER_ENGINE, OVER_EAGER = 0.8, 3.0
@@ -43,12 +43,11 @@ def run(workload: Workload, folder: Path) -> Iterator[Result]:
     tables = [_table(keys, request, numbers) for request, numbers in zip(batches, dense, strict=True)]
     day = folder / "day.parquet"
     parquet.write_table(pa.concat_tables(tables), day)
-    slices = [table.slice(first, LOOP_BATCH) for table in tables for first in range(0, BATCH, LOOP_BATCH)]
     scores = folder / "scores"
-    with Engine.open(bundle) as engine:
+    with Engine.open(bundle) as engine, one_core():
         candidates: Mapping[str, Callable[[], Any]] = {
             "files": lambda: _score_file(engine, bundle, day, scores),
-            "engine": lambda: [engine.score(batch) for batch in slices],
+            "engine": lambda: [engine.score(table) for table in tables],
             "eager": lambda: _eager(model, keys, batches, dense),
         }
         expected = np.concatenate([answer["scores"] for answer in candidates["engine"]()]).ravel()
@@ -60,6 +59,22 @@ def run(workload: Workload, folder: Path) -> Iterator[Result]:
     yield Result("batch_rows_per_s", ROWS / p50(times["files"]), unit="/s")
     yield ratio_of("batch_over_engine", times["engine"] / times["files"])
     yield ratio_of("batch_over_eager", times["eager"] / times["files"])
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep the threads of this process on one core, those of pyarrow among them."""
+    cores = os.sched_getaffinity(0)
+    try:
+        _keep_on({min(cores)})
+        yield
+    finally:
+        _keep_on(cores)
+
+
+def _keep_on(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _table(keys: list[str], request: Arrays, dense: Any) -> Any:
