@@ -111,6 +111,9 @@ def verify(
             if value is not None:
                 raise ConfigurationError(f"{option}: expected --model with it, the model to compare the bundle with")
     limit = None if trained_memory is None else size_bytes("trained_memory", trained_memory, 0)
+    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    # Before the model is built, which takes long: a wrong path or a damaged file is named at once.
+    path = open_bundle(bundle_of(bundle, trusted), trusted).path
     check_pins()
     from export.parity.verify import as_json
     from export.parity.verify import verify as verify_any
@@ -118,13 +121,10 @@ def verify(
     from export.trained.tables import collect_tables
 
     call = None if example is None else named_example(example)
-    trained = None
-    if model is not None:
-        module = on_cpu(build_module(model, meta=checkpoint is not None))
-        trained = collect_tables(module, trace=call is None)
-    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    module = None if model is None else on_cpu(build_module(model, meta=checkpoint is not None))
+    trained = None if module is None else collect_tables(module, trace=call is None)
     verification = verify_any(
-        bundle_of(bundle, trusted),
+        path,
         trained,
         checkpoint,
         trusted,

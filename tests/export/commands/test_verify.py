@@ -143,5 +143,15 @@ def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
     assert "--checkpoint: expected --model with it" in done.stderr
 
 
+def test_a_path_without_a_bundle_is_named_before_the_model_is_built(tmp_path: Path) -> None:
+    done = tbe_export("verify", str(tmp_path / "1"), "--model", "tests.export.commands.test_verify:not_built")
+    assert done.exit_code == 1
+    assert f"is {tmp_path / '1'} a bundle?" in done.stderr
+
+
+def not_built() -> EmbeddingBagCollection:
+    raise AssertionError("the model was built")
+
+
 def another() -> EmbeddingBagCollection:
     return collection(SUM)
