@@ -154,7 +154,7 @@ def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     assert seen.right == seen.asked
 
 
-@pytest.mark.promise("A request far beyond every limit is refused, and its memory is released")
+@pytest.mark.promise("A request far beyond every limit is refused, and more of them take no more memory")
 def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     """0.2 GB here, 1.9 GB in `make faults`: it grew by two and a half of them for each."""
     seen = memory.huge(tmp_path, clients.message(25_000_000), times=5)
