@@ -107,7 +107,9 @@ class _Client:
                 check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
-    def _caller(self, timeout_s: float | None = None, trace: str | None = None) -> MakeCall:
+    def _caller(
+        self, timeout_s: float | None = None, trace: str | None = None, *, is_patient: bool = False
+    ) -> MakeCall:
         """Makes calls, with retries, until a deadline that starts now."""
         deadline = self._deadline(timeout_s)
         connection = self._connection
@@ -116,7 +118,12 @@ class _Client:
             attempt = partial(self._attempt, call, trace)
             try:
                 return await with_retries(
-                    attempt, self._pause, connection.retries, deadline, connection.has_other_servers
+                    attempt,
+                    self._pause,
+                    connection.retries,
+                    deadline,
+                    connection.has_other_servers,
+                    is_patient=is_patient,
                 )
             except DeadlineExceeded as error:
                 if time.monotonic() < deadline - _EARLY_S:  # a server's own deadline
@@ -316,7 +323,8 @@ class LookupClient(_Client, Closing):
             nulls: as `lookup`.
             errors: "raise" the error of a batch at its place, which ends the stream, or "yield" it and go on.
             in_flight: most requests that are sent and not yet answered.
-            timeout_s: deadline of each request in seconds.
+            timeout_s: deadline of each request in seconds. Until then a request waits for a server that is overloaded
+                or restarts, unless the client's `retries` has one attempt.
             progress: called after each batch with the number of samples that are answered.
 
         Yields:
@@ -346,11 +354,11 @@ class LookupClient(_Client, Closing):
                 yield from _result(stream.chunks(self._caller(stream.timeout_s), number, batch))
 
         def answer(chunk: Chunk) -> Answered:
-            return _result(stream.answer(self._caller(stream.timeout_s), chunk))
+            return _result(stream.answer(self._caller(stream.timeout_s, is_patient=True), chunk))
 
         with ThreadPoolExecutor(stream.in_flight) as pool:
             for answered in map_in_order(pool, answer, chunks(), ahead=stream.in_flight - 1):
-                yield from _result(stream.join(self._caller(stream.timeout_s), answered))
+                yield from _result(stream.join(self._caller(stream.timeout_s, is_patient=True), answered))
         stream.finish()
 
     def close(self) -> None:
@@ -445,13 +453,19 @@ class AsyncLookupClient(_Client, AsyncClosing):
         try:
             async for batch in stream.read_async():
                 for chunk in await stream.chunks(self._caller(stream.timeout_s), number, batch):
-                    tasks.append(asyncio.create_task(stream.answer(self._caller(stream.timeout_s), chunk)))
+                    tasks.append(
+                        asyncio.create_task(stream.answer(self._caller(stream.timeout_s, is_patient=True), chunk))
+                    )
                     if len(tasks) == stream.in_flight:
-                        for answer in await stream.join(self._caller(stream.timeout_s), await tasks.popleft()):
+                        for answer in await stream.join(
+                            self._caller(stream.timeout_s, is_patient=True), await tasks.popleft()
+                        ):
                             yield answer
                 number += 1
             while tasks:
-                for answer in await stream.join(self._caller(stream.timeout_s), await tasks.popleft()):
+                for answer in await stream.join(
+                    self._caller(stream.timeout_s, is_patient=True), await tasks.popleft()
+                ):
                     yield answer
             stream.finish()
         finally:

@@ -5,13 +5,20 @@ at DEBUG.
 """
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from serving.arguments import check_arguments
-from serving.errors import ConfigurationError, DeadlineExceeded, ModelUnavailable, SharedMemoryFull
+from serving.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    ModelUnavailable,
+    ServerUnavailable,
+    SharedMemoryFull,
+)
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -32,7 +39,8 @@ class Retries:
       twice as long, up to `max_backoff_s`, all ± 20 %. When most calls fail, gRPC stops retrying for a while
       (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
     * The server's shared memory is full: up to `attempts` attempts, with the same pauses.
-    * The model is being loaded: until the deadline, with the same pauses.
+    * The model is being loaded: until the deadline, with the same pauses. So are all requests of a stream whose
+      server is UNAVAILABLE.
     * No answer, from one of several servers (several addresses, or a name), with a deadline under 4 s: the first
       attempt ends after two thirds of the deadline, and another server gets the rest. Choose a deadline of at least
       1.5 times the slowest lookup.
@@ -67,6 +75,8 @@ async def with_retries(
     retries: Retries,
     deadline: float,
     has_other_servers: bool,
+    *,
+    is_patient: bool = False,
 ) -> T:
     """Attempt a call until it succeeds, fails for good, or the deadline passes.
 
@@ -76,6 +86,7 @@ async def with_retries(
         retries: how failed calls are retried.
         deadline: by time.monotonic().
         has_other_servers: whether another attempt may reach another server.
+        is_patient: whether a server that cannot be reached, or sheds load, is waited for until the deadline.
 
     Raises:
         ServingError: the error of the last attempt.
@@ -96,9 +107,12 @@ async def with_retries(
             may_switch = False
             _LOG.debug("attempt %d: %s: another server has the rest of the time", number, error)
             continue
-        except (ModelUnavailable, SharedMemoryFull) as error:
-            is_last = retries.attempts == 1 if isinstance(error, ModelUnavailable) else number >= retries.attempts
-            if is_last or time.monotonic() + pause_s >= deadline:
+        except ServerUnavailable as error:
+            is_waited_for = isinstance(error, ModelUnavailable) or (
+                is_patient and not isinstance(error, SharedMemoryFull)
+            )
+            most = math.inf if is_waited_for else retries.attempts if isinstance(error, SharedMemoryFull) else 1
+            if retries.attempts == 1 or number >= most or time.monotonic() + pause_s >= deadline:
                 raise
             _LOG.debug("attempt %d: %s: tried again in %g s", number, error, pause_s)
         await pause(pause_s)

@@ -12,7 +12,8 @@ from serving.requests.arrow_columns import ArrowChunk, read_chunks
 from serving.requests.objects import INTEGERS, plain
 from serving.requests.types import Array, Lengths, Mask
 
-_WEIGHTED_ID = ("id", "weight")
+# The fields of a struct that is an id with its weight.
+WEIGHTED_ID = ("id", "weight")
 
 
 class JaggedInput(NamedTuple):
@@ -229,10 +230,10 @@ def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, 
         values, valid = _items(chunk, column)
         return values, None, valid
     fields = {field.name: field for field in chunk.children}
-    if fields.keys() != set(_WEIGHTED_ID):
+    if fields.keys() != set(WEIGHTED_ID):
         if not _validity(chunk).any():
             return np.zeros(chunk.length, np.int64), None, chunk.valid
-        raise ValueError(f"a struct of {[*fields]}, where a weighted id has the fields {[*_WEIGHTED_ID]}")
+        raise ValueError(f"a struct of {[*fields]}, where a weighted id has the fields {[*WEIGHTED_ID]}")
     ids, id_valid = _items(fields["id"], column)
     weights, weight_valid = _items(fields["weight"], column)
     valid = id_valid if chunk.valid is None else chunk.valid & (True if id_valid is None else id_valid)

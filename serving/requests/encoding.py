@@ -107,7 +107,7 @@ def encode(
     weights = [
         np.ones(column.values.size, np.float32) if column.weights is None else column.weights
         for name, column in columns.items()
-        if _sends_weights(name, column.weights is not None, weighted)
+        if _sends_weights(name, column.weights is not None or (name in weighted and not column.values.size), weighted)
     ]
     return Tensors(
         features=tuple(features),

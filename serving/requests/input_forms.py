@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from serving.requests.arrow_columns import ArrowArray, ArrowStream, is_arrow_column
 from serving.requests.columns import (
+    WEIGHTED_ID,
     JaggedInput,
     WrongItem,
     arrow_of_series,
@@ -271,10 +272,26 @@ def _from_bags(bags: Any) -> JaggedInput:
     for kind in kinds:
         if issubclass(kind, _NO_LISTS):
             raise ValueError(f"{kind.__name__} for a list")
+    weights = None
+    if isinstance(ids, list) and any(issubclass(kind, Mapping) for kind in {*map(type, ids)}):
+        ids, weights = _from_dicts(ids)
     if not isinstance(ids, list) or NoneType not in {*map(type, ids)}:
-        return JaggedInput(ids, lengths, None, null_sample)
+        return JaggedInput(ids, lengths, weights, null_sample)
     id_present = _is_present(ids)
-    return without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
+    jagged = without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
+    return jagged if weights is None else jagged._replace(weights=[*compress(weights, id_present)])
+
+
+def _from_dicts(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Ids and weights from dicts of both, as pandas makes of lists of structs. None has neither."""
+    for item in items:
+        if item is not None and (not isinstance(item, Mapping) or item.keys() != {*WEIGHTED_ID}):
+            got = f"a dict of {[*item]}" if isinstance(item, Mapping) else f"{type(item).__name__} beside dicts"
+            raise ValueError(f"{got}, where a weighted id has the keys {[*WEIGHTED_ID]}")
+    ids, weights = ([None if item is None else item[key] for item in items] for key in WEIGHTED_ID)
+    if any(weight is None and id_ is not None for id_, weight in zip(ids, weights, strict=True)):
+        raise ValueError("a null for the weight of an id")
+    return ids, weights
 
 
 def _from_series(series: Any) -> JaggedInput:

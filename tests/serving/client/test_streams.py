@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from export import ExportConfig, export_model
-from serving.client import AsyncLookupClient, LookupClient
+from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest, ServerUnavailable
 from serving.requests.chunks import ChunkLimits
@@ -169,6 +169,28 @@ def test_an_error_of_reading_batches_comes_after_the_answers_to_earlier_ones(
 
     assert_answered_before(failure, stream(address, batches(), errors="yield"))
     assert_answered_before(failure, stream_async(address, asynchronous_batches(), errors="yield"))
+
+
+def test_a_server_that_is_unavailable_is_waited_for(fake: FakeServer, address: str, stream: Stream) -> None:
+    """Three attempts, which gRPC makes, end long before a server has restarted."""
+
+    def fail(context: Any) -> None:
+        if 1 < len(fake.calls) < 9:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+
+    fake.fail = fail
+    assert [len(answer["x"]) for answer in stream(address, [batch(1), batch(2)], in_flight=1)] == [1, 2]
+    assert len(fake.calls) == 9
+
+
+def test_without_retries_no_server_is_waited_for(fake: FakeServer, address: str) -> None:
+    fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+    with (
+        LookupClient(address, "m", PATIENT_S, retries=Retries(attempts=1)) as client,
+        pytest.raises(ServerUnavailable, match=r"^batch 0: .*restarting"),
+    ):
+        next(client.stream([batch(1)], method="lookup"))
+    assert len(fake.calls) == 1
 
 
 @pytest.mark.usefixtures("chunks_of_two")

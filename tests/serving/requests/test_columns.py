@@ -158,6 +158,9 @@ WEIGHTED = pa.struct([("weight", pa.float64()), ("id", pa.int32())])
     pytest.param(lambda bags: pa.array(bags, pa.list_(WEIGHTED)), id="pyarrow"),
     pytest.param(lambda bags: pl.Series(bags, dtype=pl.List(pl.Struct({"id": pl.Int32, "weight": pl.Float64}))), id="polars"),
     pytest.param(lambda bags: pd.Series(bags, dtype=pd.ArrowDtype(pa.large_list(WEIGHTED))), id="pandas"),
+    pytest.param(lambda bags: pd.Series(bags, dtype=object), id="dicts in pandas"),
+    pytest.param(lambda bags: pa.array(bags, pa.list_(WEIGHTED)).to_pandas(), id="arrays of dicts in pandas"),
+    pytest.param(lambda bags: bags, id="dicts in lists"),
 ])  # fmt: skip
 @given(data=st.data())
 def test_lists_of_structs_are_weighted_bags(make: Any, data: Any) -> None:
@@ -327,6 +330,9 @@ def test_the_memory_of_a_column_lives_as_long_as_its_arrays() -> None:
         (pa.array([1], pa.timestamp("s")), r"got TimestampArray of timestamp\[s\]"),
         (pd.Series(pd.to_datetime(["2026-01-01"])), "expected integers in 1 dimension, got datetime64"),
         (pa.array([[{"id": 1, "weight": None}]], pa.list_(WEIGHTED)), "got a null for the weight of an id"),
+        ([[{"key": 1, "weight": 2.0}]], r"got a dict of \['key', 'weight'\], where a weighted id has the keys \['id', 'weight'\]"),
+        ([[{"id": 1, "weight": 2.0}, 3]], r"got int beside dicts, where a weighted id has the keys"),
+        ([[{"id": 1, "weight": None}]], "got a null for the weight of an id"),
         (pa.array([1], pa.decimal128(3)), "got Decimal128Array of decimal128"),
         (pl.DataFrame({"x": [1]}).lazy(), ""),
     ],
