@@ -66,6 +66,7 @@ def test_a_client_says_what_ours_says(language: str, server: Running, tmp_path: 
     assert refused.startswith("refused: feature 'item_id': expected an id in [0, 20), got 1099511627776")
     assert str(refusal.value).endswith(refused.removeprefix("refused: "))
 
+    assert "usage: " in subprocess.run(command[:-1], cwd=tmp_path, capture_output=True, text=True).stderr
     command[command.index("ranker")] = "no_such_model"
     failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert failed.returncode != 0

@@ -66,7 +66,11 @@ std::vector<float> Numbers(const grpc::Status& status, const ModelInferResponse&
   return numbers;
 }
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
+  if (count != 3) {
+    std::fprintf(stderr, "usage: ranker ADDRESS MODEL\n");
+    return 1;
+  }
   const std::string model = arguments[2];
   grpc::ChannelArguments options;
   options.SetServiceConfigJSON(kRetries);

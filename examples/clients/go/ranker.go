@@ -63,6 +63,9 @@ func infer(client pb.GRPCInferenceServiceClient, request *pb.ModelInferRequest) 
 }
 
 func main() {
+	if len(os.Args) != 3 {
+		log.Fatal("usage: ranker ADDRESS MODEL")
+	}
 	connection, err := grpc.Dial(os.Args[1], grpc.WithInsecure(), grpc.WithDefaultServiceConfig(retries))
 	if err != nil {
 		log.Fatal(err)

@@ -64,6 +64,10 @@ public final class Ranker {
   }
 
   public static void main(String[] arguments) {
+    if (arguments.length != 2) {
+      System.err.println("usage: java Ranker ADDRESS MODEL");
+      System.exit(1);
+    }
     Locale.setDefault(Locale.ROOT);
     String model = arguments[1];
     ManagedChannel channel = ManagedChannelBuilder.forTarget(arguments[0])

@@ -9,6 +9,10 @@ import grpc from "@grpc/grpc-js";
 import loader from "@grpc/proto-loader";
 
 const [address, model, descriptors] = process.argv.slice(2);
+if (!descriptors) {
+  console.error("usage: node ranker.mjs ADDRESS MODEL DESCRIPTORS");
+  process.exit(1);
+}
 const { inference } = grpc.loadPackageDefinition(
   loader.loadFileDescriptorSetFromBuffer(readFileSync(descriptors), { keepCase: true, longs: Number }),
 );
