@@ -19,7 +19,7 @@ from serving.errors import ConfigurationError, InternalError, InvalidRequest, Re
 from serving.files import is_utf8
 from serving.protocol.messages import ModelConfigRequest
 from serving.requests.answers import JaggedRows, decode, decode_rows
-from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense
+from serving.requests.dense_inputs import DenseFeatures, accept_dense, encode_dense, expect_all_keys
 from serving.requests.encoding import Features, encode, encode_rows
 from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_id, lengths_by_key, samples_of, shared_mask
@@ -205,8 +205,8 @@ class Session:
         info, tensors = await self._encoded(call, features, nulls=nulls, **options)
         keys = tensors.features or tuple(info.keys)
         lengths = lengths_by_key(tensors, keys) if info.by_id else {}
-        if lacking := [key for key in info.by_id.values() if key not in lengths]:
-            raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
+        if info.by_id:
+            expect_all_keys(info.keys, lengths)
         encoded = encode_dense(info.dense, dense, lengths, frame=features, nulls=nulls)
         return info, replace(tensors, outputs=output_names, dense=encoded)
 

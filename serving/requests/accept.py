@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from serving.bundle.load import Bundle
 from serving.errors import InvalidRequest, ModelNotFound, Reason
-from serving.requests.dense_inputs import accept_dense
+from serving.requests.dense_inputs import accept_dense, expect_all_keys
 from serving.requests.jagged_inputs import accept_jagged
 from serving.requests.layout import bag_bounds, id_bounds, samples_of, shared_mask
 from serving.requests.limits import Limits, check_sequences, check_size
@@ -118,11 +118,7 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
     """
     feature_set = request.feature_set
     if len(feature_set.names) < len(schema.all_features.names):
-        missing = next(name for name in schema.all_features.names if name not in feature_set.names)
-        names = ", ".join(map(repr, schema.all_features.names))
-        raise InvalidRequest(
-            f"feature {missing!r}: expected all features, which scores need: {names}", Reason.FEATURES
-        )
+        expect_all_keys(schema.all_features.keys, feature_set.keys)
     if not feature_set.default:
         request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.all_features)
     part = schema.dense_part

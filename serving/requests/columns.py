@@ -1,7 +1,7 @@
 """Columns of DataFrames as the arrays of an input: pandas Series, and columns with Arrow's PyCapsule protocol."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Self
@@ -70,6 +70,10 @@ class WrongItem(ValueError):
         return self.moved(sample, "sample") if self.unit == "row" and sample < len(lengths) else self
 
 
+class WrongWeights(ValueError):
+    """Weights that do not belong to the ids. Both are in a form that is taken. The message says what came."""
+
+
 def is_pandas_series(column: Any) -> bool:
     """Whether a column is a pandas Series. pandas is not imported."""
     pandas = sys.modules.get("pandas")
@@ -114,6 +118,28 @@ def ids_of_array(values: Array, null: Mask | None) -> JaggedInput:
     if null is None:
         return JaggedInput(numbers)
     return without_null_ids(numbers[~null], np.ones(len(null), np.int32), ~null)
+
+
+def ids_of_dicts(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Ids and weights from dicts of both, as pandas makes of lists of structs. None has neither.
+
+    Raises:
+        ValueError: an item is no such dict, or an id has no weight.
+    """
+    for item in items:
+        if item is not None and (not isinstance(item, Mapping) or item.keys() != {*WEIGHTED_ID}):
+            got = f"a dict of {[*item]}" if isinstance(item, Mapping) else f"{type(item).__name__} beside dicts"
+            raise ValueError(f"{got}, where a weighted id has the keys {[*WEIGHTED_ID]}")
+    ids, weights = ([None if item is None else item[key] for item in items] for key in WEIGHTED_ID)
+    if any(weight is None and id_ is not None for id_, weight in zip(ids, weights, strict=True)):
+        raise WrongWeights("a null for the weight of an id")
+    return ids, weights
+
+
+def sizes_of_bags(bags: JaggedInput) -> Any:
+    """Bag sizes with null ids [B]."""
+    sizes = bags.lengths if bags.sizes is None else bags.sizes
+    return np.ones(len(bags.values), np.int32) if sizes is None else np.asarray(sizes)
 
 
 def without_null_ids(values: Any, sizes: Lengths, present: Mask, null_bag: int | None = None) -> JaggedInput:
@@ -238,7 +264,7 @@ def _weighted_ids(chunk: ArrowChunk, column: Any) -> tuple[Array, Array | None, 
     weights, weight_valid = _items(fields["weight"], column)
     valid = id_valid if chunk.valid is None else chunk.valid & (True if id_valid is None else id_valid)
     if weight_valid is not None and not (weight_valid | (False if valid is None else ~valid)).all():
-        raise ValueError("a null for the weight of an id")
+        raise WrongWeights("a null for the weight of an id")
     return ids, weights, valid
 
 

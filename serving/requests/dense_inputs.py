@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
-from serving.errors import InvalidRequest, Reason
+from serving.errors import InvalidRequest, Reason, quoted
 from serving.requests.arrow_columns import ArrowStream
 from serving.requests.columns import WrongItem
 from serving.requests.encoding import has_boolean
 from serving.requests.frames import columns_of, is_frame
 from serving.requests.input_forms import Column, Nulls, convert_numbers, convert_rows
 from serving.requests.objects import plain
-from serving.requests.schema import shortened
 from serving.requests.types import Array, Dense, Lengths
 
 # By the name of the input, [B, *shape]; of one with a row for each id, [n, *shape], or the rows of each bag. Or a
@@ -122,10 +121,13 @@ def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nu
     if jagged.lengths is None:
         return jagged.values, lengths
     if len(jagged.lengths) and lengths is not None and not np.array_equal(jagged.lengths, lengths):
-        expected, got = (shortened(str(counts.tolist())) for counts in (lengths, jagged.lengths))
+        got = f"bags of {len(jagged.lengths)} samples for ids of {len(lengths)}"
+        if len(jagged.lengths) == len(lengths):
+            sample = int(np.argmax(jagged.lengths != lengths))
+            got = f"{jagged.lengths[sample]} rows for the {lengths[sample]} ids of sample {sample}"
         raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected bags with a row for each id of {dense_input.key!r}, "
-            f"{expected}, got {got}",
+            f"dense input {dense_input.name!r}: expected bags with a row for each id of {dense_input.key!r}, got "
+            f"{got}",
             Reason.DENSE,
         )
     no_rows = np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
@@ -268,6 +270,24 @@ def _refusal(dense_input: DenseInput, shape: Sequence[int], samples: str, array:
         got = f"{array[tuple(outside)]} in {row} {outside[0]}, which is outside [0, {dense_input.rows})"
     expected = f"{dense_input.dtype.numpy} {list(shape)}, a row for {samples}"
     return InvalidRequest(f"dense input {dense_input.name!r}: expected {expected}, got {got}", Reason.DENSE)
+
+
+def expect_all_keys(keys: Collection[str], requested: Collection[str]) -> None:
+    """Refuse a request for scores without ids of a key.
+
+    Args:
+        keys: the model's.
+        requested: what the request has ids for.
+
+    Raises:
+        InvalidRequest: naming the keys without ids.
+    """
+    if lacking := [key for key in keys if key not in requested]:
+        raise InvalidRequest(
+            f"feature {lacking[0]!r}: expected all features, which scores need: {quoted(keys)}, got no ids of "
+            f"{quoted(lacking)}: ask for the output `embeddings` alone to look up without",
+            Reason.FEATURES,
+        )
 
 
 def _expect_known(inputs: Sequence[DenseInput], names: Collection[str]) -> None:

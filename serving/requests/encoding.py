@@ -95,7 +95,7 @@ def encode(
     if not isinstance(features, Mapping):
         raise InvalidRequest(
             "features: expected ids by feature, {name: ids}, a KeyedJaggedTensor or a DataFrame, got "
-            f"{type(features).__name__}"
+            f"{type(features).__name__}{': collect it first, .collect()' if hasattr(features, 'collect') else ''}"
         )
     if not features:
         raise InvalidRequest("features: expected at least one, got none")

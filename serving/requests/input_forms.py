@@ -16,17 +16,19 @@ import numpy.typing as npt
 
 from serving.requests.arrow_columns import ArrowArray, ArrowStream, is_arrow_column
 from serving.requests.columns import (
-    WEIGHTED_ID,
     JaggedInput,
     WrongItem,
+    WrongWeights,
     arrow_of_series,
     flattened,
     ids_of_array,
     ids_of_arrow,
+    ids_of_dicts,
     is_pandas_series,
     items_of_series,
     numbers_of_arrow,
     rows_of_arrow,
+    sizes_of_bags,
     without_null_ids,
 )
 from serving.requests.objects import array_of, leaves, plain
@@ -95,6 +97,8 @@ def convert_ids(ids: Any, nulls: Nulls) -> JaggedInput:
     form = next(form for form in INPUT_FORMS if form.recognise(ids))
     try:
         jagged = form.convert(ids)
+    except WrongWeights as error:
+        raise ValueError(f"expected a weight for each id, got {error}") from error
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}; got {error}") from error
     return _without_nulls(jagged, nulls, "which leaves null ids out, and reads a null list as an empty one")
@@ -212,13 +216,13 @@ def _from_two_columns(values: Any, weights: Any) -> JaggedInput:
         next(form for form in INPUT_FORMS if form.recognise(column)).convert(column) for column in (values, weights)
     )
     if ids.weights is not None or of_ids.weights is not None:
-        raise ValueError("weights in one of two columns")
-    lengths, weight_lengths = _sizes_of_bags(ids), _sizes_of_bags(of_ids)
+        raise WrongWeights("a column of weights beside ids that have weights: leave one out")
+    lengths, weight_lengths = sizes_of_bags(ids), sizes_of_bags(of_ids)
     if len(lengths) != len(weight_lengths):
-        raise ValueError(f"weights of {len(weight_lengths)} samples for ids of {len(lengths)}")
+        raise WrongWeights(f"weights of {len(weight_lengths)} samples for ids of {len(lengths)}")
     if (differs := lengths != weight_lengths).any():
         sample = int(np.argmax(differs))
-        raise ValueError(f"{weight_lengths[sample]} weights for the {lengths[sample]} ids of sample {sample}")
+        raise WrongWeights(f"{weight_lengths[sample]} weights for the {lengths[sample]} ids of sample {sample}")
     if ids.present is None and of_ids.present is None:
         return JaggedInput(ids.values, lengths, of_ids.values, ids.null_sample)
     is_id, is_weight = ids.present, of_ids.present
@@ -226,15 +230,9 @@ def _from_two_columns(values: Any, weights: Any) -> JaggedInput:
     is_weight = np.ones_like(is_id) if is_weight is None else is_weight
     if (lacks_weight := is_id & ~is_weight).any():
         sample = int(np.repeat(np.arange(len(lengths)), lengths)[np.argmax(lacks_weight)])
-        raise ValueError(f"a null for the weight of an id in sample {sample}")
+        raise WrongWeights(f"a null for the weight of an id in sample {sample}")
     # The weight of a null id is left out with it.
     return ids._replace(weights=[*compress(of_ids.values, is_id[is_weight])])
-
-
-def _sizes_of_bags(bags: JaggedInput) -> Any:
-    """Bag sizes with null ids [B]."""
-    sizes = bags.lengths if bags.sizes is None else bags.sizes
-    return np.ones(len(bags.values), np.int32) if sizes is None else np.asarray(sizes)
 
 
 def _from_objects(ids: Any) -> JaggedInput:
@@ -274,24 +272,12 @@ def _from_bags(bags: Any) -> JaggedInput:
             raise ValueError(f"{kind.__name__} for a list")
     weights = None
     if isinstance(ids, list) and any(issubclass(kind, Mapping) for kind in {*map(type, ids)}):
-        ids, weights = _from_dicts(ids)
+        ids, weights = ids_of_dicts(ids)
     if not isinstance(ids, list) or NoneType not in {*map(type, ids)}:
         return JaggedInput(ids, lengths, weights, null_sample)
     id_present = _is_present(ids)
     jagged = without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
     return jagged if weights is None else jagged._replace(weights=[*compress(weights, id_present)])
-
-
-def _from_dicts(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Ids and weights from dicts of both, as pandas makes of lists of structs. None has neither."""
-    for item in items:
-        if item is not None and (not isinstance(item, Mapping) or item.keys() != {*WEIGHTED_ID}):
-            got = f"a dict of {[*item]}" if isinstance(item, Mapping) else f"{type(item).__name__} beside dicts"
-            raise ValueError(f"{got}, where a weighted id has the keys {[*WEIGHTED_ID]}")
-    ids, weights = ([None if item is None else item[key] for item in items] for key in WEIGHTED_ID)
-    if any(weight is None and id_ is not None for id_, weight in zip(ids, weights, strict=True)):
-        raise ValueError("a null for the weight of an id")
-    return ids, weights
 
 
 def _from_series(series: Any) -> JaggedInput:

@@ -134,9 +134,15 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "one too few": (
         {},
         {"session.times": [[NOW], [NOW]]},
-        r"'session.times': expected bags .* \[2, 1\], got \[1, 1\]",
+        r"'session.times': expected bags .*, got 1 rows for the 2 ids of sample 0$",
     ),
-    "in other bags": ({}, {"session.times": [[NOW], [NOW] * 2]}, r"\[2, 1\], got \[1, 2\]"),
+    "in other bags": ({}, {"session.times": [[NOW], [NOW] * 2]}, "got 1 rows for the 2 ids of sample 0$"),
+    "in more bags": ({}, {"session.times": [[NOW], [NOW], [NOW]]}, "got bags of 3 samples for ids of 2$"),
+    "no ids of two keys": (
+        {"seen": None, "bought_in": None},
+        {},
+        "expected all features, .*, got no ids of '.*', '.*': ask for the output `embeddings`",
+    ),
     "flat, one too many": (
         {},
         {"session.times": [NOW] * 4},
@@ -169,7 +175,7 @@ def test_what_has_other_rows_is_refused_by_name(engine: Engine, server: Running,
     }
     other_bags, other_dense, why = WRONG[wrong]
     bags, dense = {**bags, **other_bags}, {**dense, **other_dense}
-    dense = {name: each for name, each in dense.items() if each is not None}
+    bags, dense = ({name: each for name, each in inputs.items() if each is not None} for inputs in (bags, dense))
     with pytest.raises(InvalidRequest, match=why):
         engine.score(bags, dense)
     with (

@@ -294,15 +294,19 @@ def test_bags_without_ids_have_no_numbers(of: DenseInput) -> None:
         assert found.dtype == of.dtype.numpy
 
 
-@pytest.mark.parametrize("given", [[[7], [8, 9]], [[7, 8, 9]], [[7, 8], [9], []]], ids=str)
-def test_numbers_in_other_bags_than_their_ids_are_refused(given: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        ([[7], [8, 9]], "1 rows for the 2 ids of sample 0"),
+        ([[7, 8, 9]], "bags of 1 samples for ids of 2"),
+        ([[7, 8], [9], []], "bags of 3 samples for ids of 2"),
+    ],
+)
+def test_numbers_in_other_bags_than_their_ids_are_refused(given: Any, got: str) -> None:
     """As many in all, but not those of the same samples."""
     with pytest.raises(InvalidRequest) as refused:
         encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 1], np.int32)})
-    got = [len(each) for each in given]
-    assert str(refused.value) == (
-        f"dense input 'times': expected bags with a row for each id of 'seen', [2, 1], got {got}"
-    )
+    assert str(refused.value) == (f"dense input 'times': expected bags with a row for each id of 'seen', got {got}")
 
 
 @pytest.mark.parametrize("given", [[[7, 8], 9], [["a"], ["b"]], [[7, [8]], [9]], {"seen": [7]}, None], ids=str)
