@@ -104,7 +104,7 @@ def test_few_packages_of_serving_import(library: str) -> None:
     found = {
         name
         for name, path in modules().items()
-        if is_in(name, "serving") and any(is_in(each, library) for each in imports(path))
+        if is_in(name, "serving") and any(is_in(name, library) for name in imports(path))
     }
     assert found == FEW_IMPORT[library]
 
@@ -136,7 +136,7 @@ def graph_of(name_of: Callable[[str], str]) -> dict[str, set[str]]:
     there = modules()
     graph: dict[str, set[str]] = {}
     for name, path in there.items():
-        imported = {each if each in there else each.rpartition(".")[0] for each in imports(path)} & there.keys()
+        imported = {name if name in there else name.rpartition(".")[0] for name in imports(path)} & there.keys()
         graph.setdefault(name_of(name), set()).update(name_of(each) for each in imported)
     return {name: others - {name} for name, others in graph.items()}
 

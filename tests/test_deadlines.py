@@ -72,5 +72,7 @@ def test_commands_with_a_short_deadline_are_given_another() -> None:
 
 def test_no_test_has_less_time_than_all_have() -> None:
     """pytest's timeout is for what hangs."""
-    marks = [each for path in TESTS.rglob("*.py") for each in re.findall(r"mark\.timeout\((.*?)\)", path.read_text())]
-    assert all(int(each) > 600 for each in marks), marks
+    marks = [
+        match for path in TESTS.rglob("*.py") for match in re.findall(r"mark\.timeout\((.*?)\)", path.read_text())
+    ]
+    assert all(int(mark) > 600 for mark in marks), marks

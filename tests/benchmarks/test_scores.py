@@ -53,12 +53,12 @@ def test_everyone_is_asked_for_the_same_scores_and_answers_them(
     for samples in workload.tables.requests:
         saved = np.load(rows / f"requests_{samples}.npz")
         tensors = workload.tensors(samples)
-        expected = [workload.answer(each) for each in tensors]
+        expected = [workload.answer(tensor) for tensor in tensors]
         np.testing.assert_array_equal(saved["answer"], expected[0])
         asked = [{name: saved[name][number] for name in ("ids", "dense")} for number in range(len(tensors))]
-        for request, each, answer in zip(asked, tensors, expected, strict=True):
+        for request, tensor, answer in zip(asked, tensors, expected, strict=True):
             np.testing.assert_allclose(peer(**request), answer, atol=0.02)
-            np.testing.assert_allclose(engine.outputs(each)["scores"], answer, atol=0.02)
+            np.testing.assert_allclose(engine.outputs(tensor)["scores"], answer, atol=0.02)
         for joined, answer in zip(peer.together(asked), expected, strict=True):
             np.testing.assert_allclose(joined, answer, atol=0.02)
     # What would pass if nobody looked at the ids, or at the dense inputs.
@@ -123,7 +123,7 @@ def test_the_best_peer_is_the_one_that_takes_the_least_beside_ours() -> None:
         quiet, noisy = line(MODEL, load, [1e-3]), line(MODEL, load, [4e-3])
         lines += [quiet, line(NOTHING, load, [1e-4], quiet), line("mosec_int8", load, [3e-3], quiet)]
         lines += [line("ray_serve_int8", load, [8e-3], noisy)]
-    found = {each.name: each.value for each in peers_scores.ratios(lines)}
+    found = {ratio.name: ratio.value for ratio in peers_scores.ratios(lines)}
     kinds = ("p50_b1", "c32_b1", "p50_b128", "c32_b128")
     names = [f"best_peer_over_ours_scores_{kind}{end}" for kind in kinds for end in ("", "_low", "_high")]
     assert found == pytest.approx(dict.fromkeys(names, 2))

@@ -41,7 +41,7 @@ def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = Non
     for load in LOADS:
         ours = line(MODEL, load, [1e-3, 1e-3])
         lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours)]
-        lines += [line(name, load, [each, 2 * each], ours) for name, each in seconds.items()]
+        lines += [line(name, load, [value, 2 * value], ours) for name, value in seconds.items()]
     alone = [
         Result(f"scores_alone_{who}_p50_b{samples}_s", 2e-3) for who in ("ours", "peers") for samples in (1, 128)
     ]
@@ -56,8 +56,11 @@ def test_the_page_has_every_server_that_was_measured_and_why_others_were_not() -
     for name in measured:
         assert f"| {name.replace('_', ' ')} | 6.00 ms | 6,000 | 6.00 ms | 6,000 |" in said
     assert "| **ours** | 1.00 ms | 32,000 | 1.00 ms | 32,000 |" in said
-    for above, each in pairwise(said.splitlines()):
-        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+    for above, next_line in pairwise(said.splitlines()):
+        assert not next_line.startswith("|") or above == "" or above.count("|") == next_line.count("|"), (
+            above,
+            next_line,
+        )
 
 
 def test_the_page_has_the_spread_of_ratios() -> None:
@@ -112,8 +115,11 @@ def test_the_page_has_what_sequences_take() -> None:
     assert said.count(" | 1.00 ms | 16.0 ms | 128.0 ms |\n") == len(kinds)
     assert said.count(" | 0.10 | 1.60 | 12.80 |\n") == 2
     assert "1,234; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
-    for above, each in pairwise(said.splitlines()):
-        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+    for above, next_line in pairwise(said.splitlines()):
+        assert not next_line.startswith("|") or above == "" or above.count("|") == next_line.count("|"), (
+            above,
+            next_line,
+        )
 
 
 def test_the_page_has_what_scores_of_sequences_take() -> None:
@@ -146,8 +152,11 @@ def test_the_page_has_what_scores_of_sequences_take() -> None:
     assert said.count(" | 5.00 ms | 5.00 ms | 1.25 |\n") == 2
     assert "| grpc aio int8 | 2.50 ms | 13,333 | 2.50 ms | 13,333 |" in said
     assert "| `best_peer_over_ours_scores_sequences_p50_b128` | 2.50 (2.00 to 3.00) |" in said
-    for above, each in pairwise(said.splitlines()):
-        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+    for above, next_line in pairwise(said.splitlines()):
+        assert not next_line.startswith("|") or above == "" or above.count("|") == next_line.count("|"), (
+            above,
+            next_line,
+        )
 
 
 def rankings_of(kinds: list[str], *, with_peer: bool) -> list[Result]:

@@ -34,11 +34,11 @@ VERSIONS = ("1.33", kubernetes_validate.latest_version())
 
 
 def manifests() -> list[dict[str, Any]]:
-    return [each for path in KUBERNETES for each in yaml.safe_load_all(path.read_text())]
+    return [document for path in KUBERNETES for document in yaml.safe_load_all(path.read_text())]
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [each for each in manifests() if each["kind"] == kind]
+    (found,) = [manifest for manifest in manifests() if manifest["kind"] == kind]
     return found
 
 
@@ -156,8 +156,8 @@ def arguments_of_kubernetes() -> list[str]:
 
 def arguments_of_the_image(name: str) -> list[str]:
     (line,) = [line for line in (DEPLOY / name).read_text().splitlines() if line.startswith("CMD ")]
-    found: list[str] = json.loads(line.removeprefix("CMD "))
-    return found
+    report: list[str] = json.loads(line.removeprefix("CMD "))
+    return report
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_the_dockerfile_copies_what_there_is(name: str) -> None:
 
 def test_the_builder_is_sent_what_is_copied_and_no_more() -> None:
     """By .dockerignore: all is left out but what is named."""
-    first, *others = [each for each in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if each[0] != "#"]
-    sent = {each.removeprefix("!") for each in others if each.startswith("!")}
+    first, *others = [line for line in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if line[0] != "#"]
+    sent = {other.removeprefix("!") for other in others if other.startswith("!")}
     text = "".join((DEPLOY / name).read_text() for name in LOCKS)
-    copied = {each for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for each in line.split()}
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
     assert first == "*"
     assert sent == {each.partition("/")[0] for each in copied}
-    assert [each for each in others if not each.startswith("!")] == ["**/__pycache__"]
+    assert [other for other in others if not other.startswith("!")] == ["**/__pycache__"]
 
 
 def test_an_image_is_healthy_as_the_operations_port_says() -> None:
@@ -214,7 +214,9 @@ def test_an_image_is_healthy_as_the_operations_port_says() -> None:
     }
     health = HealthState()
     with listening(health) as (host, port):
-        command = [each.replace("127.0.0.1/8002", f"{host}/{port}") for each in json.loads(said.removeprefix("CMD "))]
+        command = [
+            argument.replace("127.0.0.1/8002", f"{host}/{port}") for argument in json.loads(said.removeprefix("CMD "))
+        ]
         assert any(str(port) in each for each in command)
         assert subprocess.run(command, check=False).returncode == 1
         health.server_problem = None

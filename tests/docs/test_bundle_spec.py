@@ -90,7 +90,7 @@ def some_request(reader: Reader) -> tuple[dict[str, Bags], dict[str, list[Any]],
     random = np.random.default_rng(3)
     request: dict[str, Bags] = {}
     for key, features in list(reader.keys.items())[::-1]:
-        rows = min(reader.tables[each["table"]]["rows"] for each in features)
+        rows = min(reader.tables[feature["table"]]["rows"] for feature in features)
         bags = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
         if reader.tables[features[0]["table"]]["id_policy"] != "error":
             bags[0] += [-1, 10**9, -(2**63), 2**63 - 1]
@@ -145,8 +145,8 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     expected = Engine.open(bundle).lookup(jagged if weighted else request)
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 2e-3
-    for name, each in expected.items():
-        answer = each.values if isinstance(each, JaggedRows) else each
+    for name, value in expected.items():
+        answer = value.values if isinstance(value, JaggedRows) else value
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 
@@ -208,12 +208,12 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
         "user": [[0.5, 1, 2], [3, 4, 5], [-1, 0, 0]],
     }
     with torch.no_grad():
-        found = reader.score(request, dense)
+        scores = reader.score(request, dense)
     expected = Engine.open(bundle).score(request, dense)
-    assert list(found) == list(expected)
+    assert list(scores) == list(expected)
     rounding = 1e-3 if output_dtype == "FP16" else 1e-5
     for name, answer in expected.items():
-        np.testing.assert_allclose(found[name], np.float32(answer), rtol=rounding, atol=rounding)
+        np.testing.assert_allclose(scores[name], np.float32(answer), rtol=rounding, atol=rounding)
 
     text = (bundle.parent / "config.pbtxt").read_text()
     assert reader.digest("schema_digest") in text
@@ -232,9 +232,9 @@ def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: 
     bags, dense = random_histories(np.random.default_rng(0), 5)
     bags["seen"] = [[1, 2]] * 5
     with torch.no_grad():
-        found = reader.score(bags, dense)
+        scores = reader.score(bags, dense)
     for name, answer in Engine.open(bundle).score(bags, dense).items():
-        np.testing.assert_allclose(found[name], answer, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(scores[name], answer, rtol=2e-3, atol=2e-3)
     assert reader.digest("schema_digest") in (bundle.parent / "config.pbtxt").read_text()
 
 
@@ -250,14 +250,14 @@ def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_
         }
         flat["session.paid"] = np.reshape(flat["session.paid"], (-1, 2))
         with torch.no_grad():
-            found = reader.score(bags, flat)
-        candidate_model.assert_right(found, candidate_model.expected(bags, dense))
+            scores = reader.score(bags, flat)
+        candidate_model.assert_right(scores, candidate_model.expected(bags, dense))
     config = (bundle.parent / "config.pbtxt").read_text()
     assert reader.digest("schema_digest") in config
     names = [
         "session.times",
         "session.paid",
-        *(each["name"] for each in reader.manifest["dense_part"]["outputs"][1:]),
+        *(output["name"] for output in reader.manifest["dense_part"]["outputs"][1:]),
     ]
     for key, value in (("by_id", ",".join(names)), ("by_id_keys", "seen,seen,target,seen")):  # [9]
         assert re.search(rf'key: "{key}"\s+value \{{\s+string_value: "{value}"', config)
@@ -283,7 +283,7 @@ def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Pat
     answer = program.forward(
         torch.tensor(ids), torch.from_numpy(offsets), None, torch.tensor([names.index(name) for name in lookup])
     )
-    tables = {each["name"]: reader.tables[each["table"]] for each in reader.manifest["features"]}
+    tables = {feature["name"]: reader.tables[feature["table"]] for feature in reader.manifest["features"]}
     expected = [[reader.pool(tables[name], bag, None) for bag in column] for name, column in lookup.items()]
     np.testing.assert_allclose(answer.numpy(), np.concatenate(expected, axis=1), rtol=1e-6, atol=1e-6)
 
@@ -298,7 +298,7 @@ def test_position_weights_are_written_for_digests_as_the_specification_says(tmp_
             weights.data.copy_(torch.tensor(numbers))
     bundle = export_model(module, tmp_path / "repository", "all")
     reader = Reader(bundle)
-    by_position = {tuple(each.get("position_weights", ())) for each in reader.manifest["features"]}
+    by_position = {tuple(feature.get("position_weights", ())) for feature in reader.manifest["features"]}
     assert tuple(torch.tensor(numbers).tolist()) in by_position
     program = torch.jit.load(bundle / "program.pt")  # type: ignore[no-untyped-call]
     assert program.placement_digest == reader.digest("placement_digest")

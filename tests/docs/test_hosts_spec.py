@@ -37,7 +37,7 @@ class Router(Reader):
         ranks = self.plan["ranks"]
         assert "part_of" not in self.manifest
         assert [rank["weights"] is None for rank in ranks] == [False] + [True] * (len(ranks) - 1)
-        named = {each["host"]: each for each in self.manifest["hosts"]}
+        named = {host["host"]: host for host in self.manifest["hosts"]}
         assert list(named) == sorted(rank["host"] for rank in ranks[1:])
         self.hosts: dict[int, Reader] = {}
         for rank, host in enumerate(rank["host"] for rank in ranks):
@@ -74,7 +74,7 @@ class Router(Reader):
         assert found["features"] == [{"name": name, "table": self.name_of(shard)} for _, shard, name in here]
         assert found["plan"]["ranks"] == [{"host": host, "device": "cpu", "weights": "weights.0.bin"}]
         assert found["plan"]["sharding"] == dict.fromkeys(shards, "table_wise")
-        assert {each["name"]: each for each in found["tables"]} == {
+        assert {table["name"]: table for table in found["tables"]} == {
             name: {
                 **self.tables[shard["table"]],
                 "name": name,
@@ -85,7 +85,7 @@ class Router(Reader):
             }
             for name, shard in shards.items()
         }
-        assert {each["table"]: each["offset_bytes"] for each in found["plan"]["shards"]} == {
+        assert {shard["table"]: shard["offset_bytes"] for shard in found["plan"]["shards"]} == {
             name: shard["offset_bytes"] for name, shard in shards.items()
         }
         assert found["id_dtype"] == "INT32"
@@ -99,20 +99,20 @@ class Router(Reader):
                     bag,
                     self.weights_of(feature, bag, weights[key][sample] if weights else [1.0] * len(bag)),
                 )
-                for sample, bag in enumerate(found)
+                for sample, bag in enumerate(value)
             ]
-            for key, found in request.items()
+            for key, value in request.items()
             for feature in self.keys[key]
             if self.tables[feature["table"]]["pooling"] != "NONE"
         } | {
             feature["name"]: [
-                self.inside(self.tables[feature["table"]], [id_], [1.0]) for bag in found for id_ in bag
+                self.inside(self.tables[feature["table"]], [id_], [1.0]) for bag in value for id_ in bag
             ]
-            for key, found in request.items()
+            for key, value in request.items()
             for feature in self.keys[key]
             if self.tables[feature["table"]]["pooling"] == "NONE"
         }
-        sums = {name: np.zeros((len(found), self.dim_of(name)), np.float32) for name, found in bags.items()}
+        sums = {name: np.zeros((len(bag), self.dim_of(name)), np.float32) for name, bag in bags.items()}
         for rank in range(len(self.plan["ranks"])):
             asked = {
                 name: (feature["name"], shard, [cut(bag, *shard["rows"]) for bag in bags[feature["name"]]])

@@ -35,7 +35,7 @@ def run(words: list[str], server: Running) -> str:
             at = ["--url", server.grpc] if arguments[0] == "load" else []
             if arguments == ["status"]:
                 at = [server.grpc]
-            asked = tbe_serve(*[each.replace("127.0.0.1:8001", server.grpc) for each in arguments], *at)
+            asked = tbe_serve(*[argument.replace("127.0.0.1:8001", server.grpc) for argument in arguments], *at)
             assert asked.returncode == 0, asked.stderr
             return asked.stdout
         case ["tbe-export", *arguments]:

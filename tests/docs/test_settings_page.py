@@ -38,7 +38,7 @@ def documented(heading: str) -> set[str]:
 
 
 def fields(kind: Any) -> set[str]:
-    return {each.name for each in dataclasses.fields(kind)}
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Sa
     items = data.catalogue().items
     recent = samples.features["recent_items"]
     of_user: dict[str, list[int]] = {}
-    for number, each in enumerate(ratings):
-        of_user.setdefault(each["user_id"], []).append(number)
+    for number, rating in enumerate(ratings):
+        of_user.setdefault(rating["user_id"], []).append(number)
     for sample in np.random.default_rng(0).integers(0, 100_000, 300):
         now = ratings[sample]
         earlier = [
@@ -113,7 +113,7 @@ def test_the_demo_as_it_is(tmp_path: Path) -> None:
 def test_rows_that_are_kept_fresh_rank_better_than_stale_ones(tmp_path: Path) -> None:
     """`make demo-fresh`: scores by a server that deltas reach while the model is trained."""
     said = run_in(tmp_path, "-m", "examples.movielens.fresh")
-    stale, fresh, trained = (float(found) for found in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", said))
+    stale, fresh, trained = (float(match) for match in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", said))
     assert fresh - stale >= 0.02
     assert trained == pytest.approx(fresh, abs=5e-3)
     assert (tmp_path / "build/demo-fresh/auc.png").exists()

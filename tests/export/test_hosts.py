@@ -56,18 +56,18 @@ def test_each_host_has_a_bundle_of_its_own_and_the_router_names_them(tmp_path: P
     manifest = bundle.manifest
     assert [rank.host for rank in manifest.plan.ranks] == [ROUTER, 0, 1, 2]
     assert manifest.weights_files == {"weights.0.bin"}
-    for each in manifest.hosts:
-        part = open_bundle(tmp_path / "r" / each.model / str(each.version))
+    for host in manifest.hosts:
+        part = open_bundle(tmp_path / "r" / host.model / str(host.version))
         verify_digests(part)
         content = (part.path / "manifest.json").read_bytes()
-        assert each.manifest == part.digest == hashlib.sha256(content).hexdigest()
+        assert host.manifest == part.digest == hashlib.sha256(content).hexdigest()
         assert part.manifest.part_of is not None
-        assert (part.manifest.part_of.model, part.manifest.part_of.host) == (MODEL, each.host)
+        assert (part.manifest.part_of.model, part.manifest.part_of.host) == (MODEL, host.host)
         assert part.manifest.part_of.plan == manifest.placement_digest
         assert part.manifest.id_dtype is IdDtype.INT32
         assert len(part.manifest.plan.ranks) == 1
         assert {parity.table for parity in part.manifest.parity} == {table.name for table in part.manifest.tables}
-    assert [each.table for each in manifest.plan.shards if each.rank == 0] == ["genre"]
+    assert [shard.table for shard in manifest.plan.shards if shard.rank == 0] == ["genre"]
 
 
 def test_together_they_hold_every_row_once(tmp_path: Path, router: Path) -> None:
@@ -75,8 +75,8 @@ def test_together_they_hold_every_row_once(tmp_path: Path, router: Path) -> None
     one = in_one_process(tmp_path, mixed(), CONFIG, router)
     manifest = open_bundle(router).manifest
     found = {spec.name: np.full((spec.rows, spec.dim), np.nan, np.float32) for spec in MIXED}
-    for each in manifest.hosts:
-        bundle = tmp_path / "r" / each.model / "1"
+    for host in manifest.hosts:
+        bundle = tmp_path / "r" / host.model / "1"
         for table in open_bundle(bundle).manifest.tables:
             name, rows, columns = _slice(table.name)
             assert np.isnan(found[name][rows, columns]).all()
@@ -190,7 +190,7 @@ def test_versions_are_the_same_for_all_of_a_set(tmp_path: Path) -> None:
     export_hosts(mixed(), tmp_path / "r", MODEL, [1], CONFIG, 5)
     newer = export_model(mixed(), tmp_path / "r", MODEL, CONFIG)
     assert newer.name == "6"
-    assert {each.version for each in open_bundle(newer).manifest.hosts} == {6}
+    assert {host.version for host in open_bundle(newer).manifest.hosts} == {6}
     with pytest.raises(PublishError, match=r"movies-host-1/5: exists"):
         export_model(mixed(), tmp_path / "r", MODEL, CONFIG, 5)
 

@@ -72,8 +72,8 @@ def test_an_engine_over_published_files_answers_for_every_host(tmp_path: Path) -
     """Each host's bundle, opened alone, answers its own features."""
     router = export_model(mixed(), tmp_path / "r", MODEL, CONFIG)
     random = np.random.default_rng(0)
-    for each in open_bundle(router).manifest.hosts:
-        engine = Engine.open(tmp_path / "r" / each.model / "1")
+    for host in open_bundle(router).manifest.hosts:
+        engine = Engine.open(tmp_path / "r" / host.model / "1")
         for feature in engine.bundle.manifest.features:
             answer = engine.lookup({feature.name: [random.integers(0, 10, 3).tolist()]})
             assert answer[feature.name].shape[0] == 1

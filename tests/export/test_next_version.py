@@ -125,12 +125,12 @@ def test_scores_are_those_of_the_changed_rows(tmp_path: Path) -> None:
     publish_delta(r, "m", changed_rows(model.embeddings, np.random.default_rng(0), lambda rows: rows))
     request = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
     dense = {"user": np.ones((2, 3), np.float32), "item": np.ones((2, 2), np.float32)}
-    found = Engine.open(compact(r, "m")).score(request, dense)
+    scores = Engine.open(compact(r, "m")).score(request, dense)
     expected = Engine.open(export_model(model, tmp_path / "anew", "m", ExportConfig(scores=True))).score(
         request, dense
     )
     for name, numbers in expected.items():
-        np.testing.assert_array_equal(found[name], numbers)
+        np.testing.assert_array_equal(scores[name], numbers)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -151,7 +151,7 @@ def test_deltas_go_when_no_version_needs_them(elsewhere: bool, tmp_path: Path) -
     for dry_run in (True, False):
         fates = [(fate.kept_because, fate.deltas) for fate in prune(r / "m", 1, dry_run=dry_run, deltas=where)]
         assert fates == [("among the newest 1", 0), (None, 3)]
-    assert [each.name for each in folder.iterdir()] == ["000000000004.safetensors"]
+    assert [path.name for path in folder.iterdir()] == ["000000000004.safetensors"]
     assert weights_of(compact(r, "m", deltas=where)) == rows
     assert publish_delta(r, "m", {"a": ([9], ones())}, deltas=where).sequence == 5
     [*prune(r / "m", 1, deltas=where)]
@@ -322,9 +322,9 @@ DENSE = {"user": np.ones((2, 3), np.float32), "item": np.ones((2, 2), np.float32
 def expect_scores(bundle: Path, model: Ranker, tmp_path: Path) -> None:
     """Those of an export of the model."""
     expected = Engine.open(export_model(model, tmp_path / "anew", "m", ExportConfig(scores=True)))
-    found = Engine.open(bundle).score(REQUEST, DENSE)
+    scores = Engine.open(bundle).score(REQUEST, DENSE)
     for name, numbers in expected.score(REQUEST, DENSE).items():
-        np.testing.assert_array_equal(found[name], numbers)
+        np.testing.assert_array_equal(scores[name], numbers)
 
 
 def test_a_dense_part_that_was_trained_further_goes_on_with_the_rows(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_delta_that_somebody_publishes_meanwhile_is_in_the_version_s_lineage_b
 
     monkeypatch.setattr(Lineage, "publish", after_another)
     second = open_bundle(export_next(model, r, "m"))
-    assert [each.sequence for each in others] == [1]
+    assert [other.sequence for other in others] == [1]
     assert second.manifest.sequence == 3  # the second does not have row 7
     assert weights_of(compact(r, "m", version=1)) == weights_of(second.path)
 

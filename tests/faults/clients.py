@@ -118,7 +118,9 @@ def give_up(folder: Path, seconds: float) -> GivenUp:
             with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
                 while time.monotonic() < until:
                     deadlines = random.uniform(0.0005, 0.02, 16)
-                    calls = [channel.unary_unary(METHOD).future(message(100), timeout=each) for each in deadlines]
+                    calls = [
+                        channel.unary_unary(METHOD).future(message(100), timeout=deadline) for deadline in deadlines
+                    ]
                     for call in calls[::3]:
                         call.cancel()
                     for call in calls:

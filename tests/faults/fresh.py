@@ -126,9 +126,9 @@ class _Published:
         self.newest.value = self.seen.deltas
         number = self.seen.deltas % ROUND
         dims = {spec.name: spec.dim for spec in SPECS}
-        rows = {name: (each, np.full((each.size, dims[name]), number, np.float32)) for name, each in ids.items()}
-        for name, each in ids.items():
-            self._numbers[name][each] = number
+        rows = {name: (value, np.full((value.size, dims[name]), number, np.float32)) for name, value in ids.items()}
+        for name, value in ids.items():
+            self._numbers[name][value] = number
         publish_delta(self._bundle.parent.parent, self._bundle.parent.name, rows)
 
     def wait(self, url: str, model: str) -> None:
@@ -183,7 +183,7 @@ def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
                 stub.kill()
                 seen.killed[what] += 1
         else:
-            for each in psutil.Process(server.process.pid).children():
-                if "serving.tables.delta_writer" in each.cmdline():
-                    each.kill()
+            for child in psutil.Process(server.process.pid).children():
+                if "serving.tables.delta_writer" in child.cmdline():
+                    child.kill()
                     seen.killed[what] += 1

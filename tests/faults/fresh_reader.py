@@ -23,8 +23,8 @@ FEATURES = {"int8": "x", "columns": "y", "rows": "z", "int4": "u", "int2": "v"}
 
 def all_rows(client: LookupClient) -> dict[str, npt.NDArray[np.float32]]:
     """The first rows of each table, each [rows, dim]."""
-    found = client.lookup({feature: np.arange(READ).reshape(-1, 1) for feature in FEATURES.values()})
-    return {table: np.asarray(found[feature], np.float32) for table, feature in FEATURES.items()}
+    answer = client.lookup({feature: np.arange(READ).reshape(-1, 1) for feature in FEATURES.values()})
+    return {table: np.asarray(answer[feature], np.float32) for table, feature in FEATURES.items()}
 
 
 def read(url: str, model: str, newest: Any, clients: int, ready: Event, stopped: Event, figures: Any) -> None:

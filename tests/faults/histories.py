@@ -81,13 +81,13 @@ def own_scores(model: nn.Module, asked: Request) -> dict[str, npt.NDArray[np.flo
     """What the model itself answers."""
     bags, dense = asked
     with torch.no_grad():
-        return {name: each.numpy() for name, each in model(kjt_of(bags), torch.from_numpy(dense["price"])).items()}
+        return {name: value.numpy() for name, value in model(kjt_of(bags), torch.from_numpy(dense["price"])).items()}
 
 
 def is_close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     return found.keys() == expected.keys() and all(
-        np.allclose(found[name], each, rtol=0, atol=ROUNDING * max(1, np.abs(each).max()))
-        for name, each in expected.items()
+        np.allclose(found[name], value, rtol=0, atol=ROUNDING * max(1, np.abs(value).max()))
+        for name, value in expected.items()
     )
 
 

@@ -86,7 +86,7 @@ def lied(folder: Path, times: int) -> Seen:
         pool = stack.enter_context(ThreadPoolExecutor(CALLERS))
 
         requests = {needs: [bags(EVERY if needs else kept, seed) for seed in range(times)] for needs in (True, False)}
-        expected = {needs: [version.one.lookup(each) for each in found] for needs, found in requests.items()}
+        expected = {needs: [version.one.lookup(each) for each in request] for needs, request in requests.items()}
         one_at_a_time = threading.Lock()
 
         def ask(seen: Seen, caller: int, is_relayed: bool = False) -> None:

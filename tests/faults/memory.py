@@ -56,7 +56,7 @@ def _memory_bytes(server: Running) -> int:
     """What tritonserver and its models have to themselves, and what they share with one another."""
     processes = [server.triton, *server.triton.children()]
     shared = sum(path.stat().st_blocks * 512 for path in shared_regions(server.triton))
-    return shared + sum(each.memory_full_info().uss for each in processes)
+    return shared + sum(process.memory_full_info().uss for process in processes)
 
 
 def _refusal(channel: grpc.Channel, content: bytes) -> str:

@@ -38,7 +38,7 @@ class Oracle:
         self.requests = [random_whole(random, int(random.integers(1, 20))) for _ in range(16)]
         engines = {int(bundle.name): Engine.open(bundle) for bundle in bundles}
         self.scores = {
-            version: [engine.score(*each) for each in self.requests] for version, engine in engines.items()
+            version: [engine.score(*request) for request in self.requests] for version, engine in engines.items()
         }
         self.embeddings = {
             version: [engine.lookup(bags) for bags, _ in self.requests] for version, engine in engines.items()
@@ -50,13 +50,13 @@ class Oracle:
         found = client.score(bags, dense)
         scores = self.scores[found.version][number]
         is_right = found.keys() == scores.keys() and all(
-            np.allclose(found[name], each, rtol=0, atol=ROUNDING * max(1, np.abs(each).max()))
-            for name, each in scores.items()
+            np.allclose(found[name], score, rtol=0, atol=ROUNDING * max(1, np.abs(score).max()))
+            for name, score in scores.items()
         )
         if number % 2:
             answer = client.lookup(bags)
             rows = self.embeddings[answer.version][number]
-            is_right &= all(np.array_equal(answer[name], each) for name, each in rows.items())
+            is_right &= all(np.array_equal(answer[name], row) for name, row in rows.items())
         return is_right
 
 
@@ -207,9 +207,9 @@ def shed(folder: Path, at_once: int) -> Shed:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(ask, range(at_once)))
         afterwards = sum(oracle.is_right(client, number) for number in range(16))
-    refused = [each for each in outcomes if isinstance(each, ServerUnavailable)]
-    others = [repr(each) for each in outcomes if each is not True and each not in refused]
-    return Shed(sum(each is True for each in outcomes), len(refused), others, afterwards)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ServerUnavailable)]
+    others = [repr(outcome) for outcome in outcomes if outcome is not True and outcome not in refused]
+    return Shed(sum(outcome is True for outcome in outcomes), len(refused), others, afterwards)
 
 
 def large_message(rows: int) -> bytes:

@@ -59,9 +59,9 @@ class Bags:
     def sequence_bytes(self) -> int:
         """Of the rows of sequences, as FP32."""
         return sum(
-            self.rows[name].size * each.numbers.shape[1] * 4
-            for name, each in self.features.items()
-            if each.is_sequence
+            self.rows[name].size * feature.numbers.shape[1] * 4
+            for name, feature in self.features.items()
+            if feature.is_sequence
         )
 
     def in_order(self, names: Sequence[str]) -> "Bags":
@@ -104,10 +104,12 @@ def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
     """The outputs of a lookup that are wanted: `embeddings` [B, D] of the features that are pooled, and `once` [1, D] of
     those that come once, and `sequences` [M] of the others.
     """
-    sums = {name: _pooled(bags, name) for name, each in bags.features.items() if not each.is_sequence}
+    sums = {name: _pooled(bags, name) for name, feature in bags.features.items() if not feature.is_sequence}
     pooled = [found for name, found in sums.items() if name not in bags.shared]
     single = [found for name, found in sums.items() if name in bags.shared]
-    rows = [_numbers(each, bags.rows[name]).ravel() for name, each in bags.features.items() if each.is_sequence]
+    rows = [
+        _numbers(feature, bags.rows[name]).ravel() for name, feature in bags.features.items() if feature.is_sequence
+    ]
     answer = {}
     if pooled and "embeddings" in wanted:
         answer["embeddings"] = np.concatenate(pooled, axis=1)
@@ -120,7 +122,7 @@ def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
 
 def embeddings_of(bags: Bags) -> Doubles:
     """What scores are made of: all features that are pooled, [B, D]. What comes once is repeated."""
-    width = {name: each.numbers.shape[1] for name, each in bags.features.items() if not each.is_sequence}
+    width = {name: feature.numbers.shape[1] for name, feature in bags.features.items() if not feature.is_sequence}
     return np.concatenate(
         [np.broadcast_to(_pooled(bags, name), (bags.samples, width[name])) for name in width], axis=1
     )

@@ -84,11 +84,11 @@ class Scores:
 
     def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], shared: Sequence[str], bags: Bags) -> bool:
         """Whether dense inputs have as many rows as scores need."""
-        for name, each in dense.items():
+        for name, numbers in dense.items():
             key = self.dense[name].key
-            if key is not None and (name in shared or len(each) != len(bags.ids[key])):
+            if key is not None and (name in shared or len(numbers) != len(bags.ids[key])):
                 return False
-            if key is None and len(each) != (1 if name in shared else bags.samples):
+            if key is None and len(numbers) != (1 if name in shared else bags.samples):
                 return False
         return True
 
@@ -108,7 +108,7 @@ class Model:
     @property
     def tables(self) -> dict[str, Feature]:
         """Each table, as a sequence of its rows."""
-        return {each.table: replace(each, is_sequence=True) for each in self.features.values()}
+        return {feature.table: replace(feature, is_sequence=True) for feature in self.features.values()}
 
     @property
     def dense(self) -> Mapping[str, Dense]:
@@ -139,7 +139,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     except DecodeError:
         return REFUSE
     # Triton reads names as C does, up to a zero.
-    model = next((each for each in models if each.name == request.model_name.partition("\0")[0]), None)
+    model = next((model for model in models if model.name == request.model_name.partition("\0")[0]), None)
     if model is None or not _is_version(model, request.model_version):
         return REFUSE
     arrays = _arrays(model, request)
@@ -147,21 +147,21 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if arrays is None or asked is None:
         return REFUSE
     is_rows = "tables" in request.parameters
-    wanted = {each.name for each in request.outputs} or {*model.outputs}
+    wanted = {output.name for output in request.outputs} or {*model.outputs}
     if is_rows and "sequences" not in wanted:
         return REFUSE
     values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
     shared = _once(model, request, asked)
     if shared is None:
         return REFUSE
-    rows = [len(each) for name, each in dense.items() if name not in shared and model.dense[name].key is None]
+    rows = [len(numbers) for name, numbers in dense.items() if name not in shared and model.dense[name].key is None]
     bags = bags_of(asked, values, lengths, shared, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
     sequence_bytes = bags.sequence_bytes if "sequences" in wanted else 0
     if sequence_bytes > model.most_sequence_bytes:
         return REFUSE
-    is_shared = any(not each.is_sequence for name, each in asked.items() if name in shared)
+    is_shared = any(not value.is_sequence for name, value in asked.items() if name in shared)
     if is_shared and "embeddings" in wanted and "once" not in wanted:
         return REFUSE
     must = _is_plain(request, model)
@@ -173,24 +173,25 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
             return REFUSE
         if sequence_bytes + model.scores.jagged_bytes(bags) > model.most_sequence_bytes:
             return REFUSE
-        if any(each.dtype == np.bool_ and (each.view(np.uint8) > 1).any() for each in dense.values()):
+        if any(numbers.dtype == np.bool_ and (numbers.view(np.uint8) > 1).any() for numbers in dense.values()):
             return REFUSE
         bags = bags.in_order(list(model.features))
         answer |= answer_lookup(bags, wanted)  # in the default order beside scores
         with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
             doubles = {
-                name: each.astype(np.float64) if each.dtype == np.float32 else each for name, each in dense.items()
+                name: numbers.astype(np.float64) if numbers.dtype == np.float32 else numbers
+                for name, numbers in dense.items()
             }
         doubles = {
-            name: np.broadcast_to(each, (bags.samples, *each.shape[1:])) if model.dense[name].key is None else each
-            for name, each in doubles.items()
+            name: np.broadcast_to(value, (bags.samples, *value.shape[1:])) if model.dense[name].key is None else value
+            for name, value in doubles.items()
         }
         scores = model.scores.of(embeddings_of(bags), doubles, bags)
         answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
-        floats = [each for each in dense.values() if each.dtype == np.float32]
+        floats = [numbers for numbers in dense.values() if numbers.dtype == np.float32]
         must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in floats)
     else:  # dense inputs that nobody needs: whether they are looked at is not said
-        is_plain = all(len(each) == bags.samples and not model.dense[name].key for name, each in dense.items())
+        is_plain = all(len(numbers) == bags.samples and not model.dense[name].key for name, numbers in dense.items())
         must &= not dense or (not is_rows and not shared and is_plain)
     return Verdict(answer, must=must)
 
@@ -250,8 +251,8 @@ def _once(model: Model, request: Any, asked: Mapping[str, Feature]) -> Sequence[
 
 def _is_version(model: Model, text: str) -> bool:
     """Triton reads a number and lets what is around it be, as strtoll(3) does."""
-    found = re.match(r"\s*\+?0*([0-9]+)", text)
-    return not text or (found is not None and found[1] == model.version)
+    match = re.match(r"\s*\+?0*([0-9]+)", text)
+    return not text or (match is not None and match[1] == model.version)
 
 
 def _is_plain(request: Any, model: Model) -> bool:
@@ -267,9 +268,9 @@ def _is_plain(request: Any, model: Model) -> bool:
         return False
     if any(each.parameters for each in request.inputs) or any(each.HasField("contents") for each in request.inputs):
         return False
-    names = [each.name for each in request.outputs]
+    names = [output.name for output in request.outputs]
     return (
         {*names} <= {*model.outputs}
         and len({*names}) == len(names)
-        and not any(each.parameters for each in request.outputs)
+        and not any(output.parameters for output in request.outputs)
     )

@@ -30,7 +30,7 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
     elif what < 0.6 and model.scores is not None:
         request, samples, ids = _asking(model, "features", random, every=True)
         shared = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
-        by_sample = [name for name, each in model.dense.items() if each.key is None]
+        by_sample = [name for name, value in model.dense.items() if value.key is None]
         single = [name for name in by_sample if random.random() < 0.2 and len(shared) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
             each = model.dense[name]

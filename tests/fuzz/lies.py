@@ -106,8 +106,8 @@ def fuzz_hosts(folder: Path, count: int, seed: int = 0) -> Outcome:
             liar.behaviour = mangled if random.random() < 0.8 else catalog[int(random.integers(len(catalog)))]
             features = [EVERY if random.random() < 0.5 else kept for _ in range(TOGETHER)]
             features[0] = EVERY
-            asked = [encode(bags(each, int(random.integers(1000))), ()) for each in features]
-            _judge(version, engine, asked, [each is EVERY for each in features], liar.behaviour, outcome)
+            messages = [encode(bags(feature, int(random.integers(1000))), ()) for feature in features]
+            _judge(version, engine, messages, [feature is EVERY for feature in features], liar.behaviour, outcome)
             outcome.lies += 1
         liar.behaviour = honest
     return outcome

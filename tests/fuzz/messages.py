@@ -133,7 +133,7 @@ def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> N
     kind, size = ("<q", 8) if name == "values" else ("<i", 4) if name == "lengths" else ("<f", 4)
     if len(raw) >= size:
         rows = [len(feature.numbers) for feature in model.features.values()]
-        edges: Sequence[float] = [*IDS, *rows, *(each - 1 for each in rows), 0]
+        edges: Sequence[float] = [*IDS, *rows, *(row - 1 for row in rows), 0]
         if name != "values":
             edges = [*LENGTHS, 0, 1] if name == "lengths" else NUMBERS
         start = int(random.integers(len(raw) // size)) * size

@@ -174,12 +174,12 @@ def _is_lenient(message: bytes) -> bool:
 def _processes(server: psutil.Process) -> dict[int, str]:
     """What each of them is called, by its number."""
     found = {}
-    for each in (server, *server.children(recursive=True)):
+    for child in (server, *server.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            found[each.pid] = each.name()
+            found[child.pid] = child.name()
     return found
 
 
 def _memory_bytes(server: psutil.Process) -> int:
     """What the server and its models have to themselves."""
-    return sum(each.memory_full_info().uss for each in (server, *server.children(recursive=True)))
+    return sum(child.memory_full_info().uss for child in (server, *server.children(recursive=True)))

@@ -89,7 +89,9 @@ def _that_reads(repository: Path) -> Model:
     """`reads` has inputs of every dtype, and scores that are made of sequences."""
     model = _of_sequences(repository, "reads")
     jagged = tuple(JaggedInput(JaggedKind(kind), name) for kind, name in JAGGED)
-    inputs = [DenseInput(name, each.shape, InputDtype(each.datatype), key=each.key) for name, each in TYPED.items()]
+    inputs = [
+        DenseInput(name, value.shape, InputDtype(value.datatype), key=value.key) for name, value in TYPED.items()
+    ]
 
     def said(part: DensePart) -> DensePart:
         *others, by_event = part.outputs

@@ -160,7 +160,7 @@ def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Mod
     name, line = FAULTS[fault]
     shutil.copytree(repository, tmp_path / "r")
     replace_model_py(tmp_path / "r" / name / "1", FAULTY + line)
-    (model,) = (each for each in models if each.name == name)
+    (model,) = (model for model in models if model.name == name)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), [model], FAULTY_COUNT, seed=1)
     # A machine that stands still may end a process, too. It is the answers that give the fault away.

@@ -132,7 +132,7 @@ def tls(secrets: Secrets) -> Path:
 @pytest.fixture(scope="module")
 def fleet(base: Path, keys: Path, tls: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two replicas of host 0, one of host 1, and a router: all ready."""
-    mounted = {each.name: each for each in tls.iterdir()} | {"movies-trusted-keys": keys / "public"}
+    mounted = {path.name: path for path in tls.iterdir()} | {"movies-trusted-keys": keys / "public"}
     volumes = Volumes({"models": base / "repository"}, mounted)
     open_to_pods(base, keys)
     sharding = Sharding(ranks=4, ranks_per_host=2, types=TYPES)

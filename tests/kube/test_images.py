@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_certificates(folder / "tls", server="127.0.0.1")
     for name in ("pem", "key"):
         shutil.copy(folder / "tls" / f"server.{name}", folder / "tls" / f"tls.{'crt' if name == 'pem' else name}")
-    for each in (folder, *folder.rglob("*")):
-        each.chmod(0o755 if each.is_dir() else 0o644)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
 
 
@@ -75,9 +75,9 @@ def test_an_image_serves_and_that_of_the_client_asks_it(folder: Path, tag: str) 
         with LookupClient(
             "127.0.0.1:8001", "movies", 60, tls=Tls(root_certificates=folder / "tls" / "root.pem")
         ) as client:
-            found = client.lookup(bags)
+            answer = client.lookup(bags)
             for feature, rows in expected.lookup(bags).items():
-                np.testing.assert_array_equal(found[feature], rows)
+                np.testing.assert_array_equal(answer[feature], rows)
         asked = ("movies", "--url", "127.0.0.1:8001", "--tls-ca", "/tls/root.pem")
         client_of = ("run", "--rm", "--interactive", *LOCKED, *HERE, *mounts(folder), f"{IMAGE}:client")
         assert podman(*client_of, "health", *asked).stdout == "movies: version 1 answers\n"
@@ -115,8 +115,8 @@ def test_the_image_of_exports_verifies_what_is_published(folder: Path) -> None:
     ],
 )
 def test_an_image_has_nothing_that_it_does_not_need(tag: str, lacks: set[str]) -> None:
-    program = "import importlib.util as u, sys; print([each for each in sys.argv[1:] if u.find_spec(each)])"
+    program = "import importlib.util as u, sys; print([name for name in sys.argv[1:] if u.find_spec(name)])"
     run = ("run", "--rm", "--network", "none", "--entrypoint", "python3", f"{IMAGE}:{tag}")
     assert podman(*run, "-c", program, *sorted(lacks)).stdout == "[]\n"
-    for each in ("node", "gcc", "git"):
-        assert podman(*run, "-c", f"import shutil; print(shutil.which({each!r}))").stdout == "None\n"
+    for name in ("node", "gcc", "git"):
+        assert podman(*run, "-c", f"import shutil; print(shutil.which({name!r}))").stdout == "None\n"

@@ -72,7 +72,7 @@ def test_a_pod_applies_the_deltas_of_a_claim(tmp_path: Path) -> None:
 def change(bundle: Path, number: float, deltas: str) -> None:
     """A delta of the row that `x` reads at 3, with that number in every element."""
     manifest = open_bundle(bundle).manifest
-    of_key = zip((each.key for each in manifest.features), manifest.feature_tables, strict=True)
+    of_key = zip((feature.key for feature in manifest.features), manifest.feature_tables, strict=True)
     table = dict(of_key)["x"]
     rows = np.full((1, table.dim), number, np.float32)
     publish_delta(bundle.parent.parent, "movies", {table.name: ([3], rows)}, deltas=deltas)
@@ -80,6 +80,6 @@ def change(bundle: Path, number: float, deltas: str) -> None:
 
 def let_read(manifest: Any, s3: S3) -> None:
     """What a patch of kustomize's does: the containers that bring the model and its deltas may read the store."""
-    containers = [each for each in manifest["spec"]["initContainers"] if each["name"] == "pull"]
+    containers = [container for container in manifest["spec"]["initContainers"] if container["name"] == "pull"]
     for container in (*containers, *manifest["spec"]["containers"]):
         container["env"] += [{"name": name, "value": value} for name, value in s3.environment.items()]

@@ -128,7 +128,7 @@ class Predicting(Network):
     def forward(self, batch: Groups) -> tuple[None, tuple[dict[str, Tensor], Groups]]:
         with torch.amp.autocast(device_type="cpu", dtype=None, enabled=False):
             logits = self.logits(batch.sparse_features["base"], batch.dense_features["base"].values())
-            result = {name: each for name, each in {"logits": logits}.items() if name is not None}
+            result = {name: value for name, value in {"logits": logits}.items() if name is not None}
         return None, (result, batch)
 
 
@@ -234,8 +234,8 @@ def pairs(random: np.random.Generator, samples: int) -> tuple[dict[str, Tensor]]
     keyed = ids(random, samples, "user_id", "item_id", "words", item_id=torch.ones(samples, dtype=torch.int32))
     found = {"price.values": numbers(random, samples, 2), "age.values": numbers(random, samples, WIDTH - 2)}
     found["seen.lengths"] = torch.ones(samples, dtype=torch.int32)
-    for key, each in keyed.to_dict().items():
-        found |= {f"{key}.values": each.values(), f"{key}.lengths": each.lengths()}
+    for key, tensor in keyed.to_dict().items():
+        found |= {f"{key}.values": tensor.values(), f"{key}.lengths": tensor.lengths()}
     return (found,)
 
 

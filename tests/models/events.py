@@ -180,7 +180,7 @@ def side_by_side(random: np.random.Generator, samples: int) -> Example:
 
 def by_part(random: np.random.Generator, samples: int) -> Example:
     keyed = ids(random, samples, "seen", "target", "visited", most=LONGEST)
-    parts = {f"{key}.{what}": each for key in keyed.keys() for what, each in of_key(keyed[key]).items()}  # noqa: SIM118
+    parts = {f"{key}.{what}": value for key in keyed.keys() for what, value in of_key(keyed[key]).items()}  # noqa: SIM118
     lengths = parts["seen.lengths"]
     return ({**parts, "price.values": numbers(random, int(lengths.sum()), 3), "price.lengths": lengths.clone()},)
 

@@ -41,8 +41,8 @@ def test_model_answers_by_itself(name: str) -> None:
         answer = call(module, example_of(name, samples))
         tensors = [*tensors_of(answer)]
         assert tensors
-        for each in tensors:
-            assert not each.isnan().any()
+        for tensor in tensors:
+            assert not tensor.isnan().any()
         again = call(module_of(name), example_of(name, samples))
         torch.testing.assert_close(tensors, [*tensors_of(again)], rtol=0, atol=0)
 
@@ -120,13 +120,13 @@ def test_model_on_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> No
     on_gpu = tuple(map(sent, example))
     with pytest.raises(RuntimeError, match="same device"):
         call(module, example)
-    before = {key: id(each) for key, each in module.named_parameters()}
+    before = {key: id(tensor) for key, tensor in module.named_parameters()}
     for number, given in enumerate((on_gpu, example)):
         bundle = export_model(module, tmp_path / "r", f"m{number}", EXACT, example=given)
         with Engine.open(bundle) as engine:
             compare(engine, name, module_of(name), (1, 5))
-    assert {key: id(each) for key, each in module.named_parameters()} == before
-    assert all(each.device == GPU for each in module.parameters())
+    assert {key: id(tensor) for key, tensor in module.named_parameters()} == before
+    assert all(parameter.device == GPU for parameter in module.parameters())
     assert all(each.device == GPU for each in on_gpu if isinstance(each, Tensor))
 
 
@@ -142,22 +142,22 @@ def with_rows_of(bundle: Path, module: nn.Module) -> None:
 def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]) -> None:
     part = engine.bundle.manifest.dense_part
     assert part is not None
-    inputs, outputs, requests, expected = part.inputs, [each.name for each in part.outputs], [], []
+    inputs, outputs, requests, expected = part.inputs, [output.name for output in part.outputs], [], []
     for samples in sizes:
         example = example_of(name, samples, seed=7)
         features, tensors = request_of(name, module, example)
         dense = {each.name: tensors[each.name] for each in inputs}
         right = answer_of_call(module, example)
         if name in SQUEEZED and samples == 1:
-            right = {each: numbers[np.newaxis] for each, numbers in right.items()}
+            right = {name: numbers[np.newaxis] for name, numbers in right.items()}
         right = {each: np.moveaxis(right[each], 1, 0) if (name, each) in MOVED else right[each] for each in right}
-        weighted = [key for key, each in features.items() if isinstance(each, dict) and "weights" in each]
-        found = engine.score(features, dense)
-        assert_close(found, right)
-        assert [*found] == outputs
+        weighted = [key for key, feature in features.items() if isinstance(feature, dict) and "weights" in feature]
+        scores = engine.score(features, dense)
+        assert_close(scores, right)
+        assert [*scores] == outputs
         requests.append(replace(encode(features, weighted), outputs=outputs, dense=encode_dense(inputs, dense)))
         expected.append(right)
-    together = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+    together = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
     for merged, right in zip(together, expected, strict=True):
         assert isinstance(merged, Mapping), merged
         assert_close(merged, right)
@@ -169,7 +169,7 @@ def request_of(name: str, module: nn.Module, example: Any) -> tuple[dict[str, An
     keys = {key for each in module.modules() for key in features_of(each)}
     if name in TENSORS:
         features = TENSORS[name](tensors)
-    return {key: each for key, each in features.items() if key in keys}, tensors
+    return {key: feature for key, feature in features.items() if key in keys}, tensors
 
 
 def features_of(module: nn.Module) -> Iterator[str]:
@@ -192,14 +192,14 @@ def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[s
 
 
 def of_offsets(tensors: dict[str, Numbers]) -> dict[str, Any]:
-    values, offsets = (torch.from_numpy(tensors[each]) for each in ("values", "offsets"))
+    values, offsets = (torch.from_numpy(tensors[name]) for name in ("values", "offsets"))
     keyed = KeyedJaggedTensor(list(ORDER), values, lengths=offsets.diff())
     return {key: column_of(keyed[key]) for key in ORDER}
 
 
 def of_pairs(*keys: str) -> Callable[[dict[str, Numbers]], dict[str, Any]]:
     def features(tensors: dict[str, Numbers]) -> dict[str, Any]:
-        return {key: {each: tensors[f"data.{key}.{each}"] for each in ("values", "lengths")} for key in keys}
+        return {key: {name: tensors[f"data.{key}.{name}"] for name in ("values", "lengths")} for key in keys}
 
     return features
 
@@ -212,7 +212,7 @@ def of_matrix(tensors: dict[str, Numbers]) -> dict[str, Any]:
 TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     **dict.fromkeys(("ids_of_matrix", "ids_of_lists", "ids_of_made_offsets"), of_matrix),
     "ids_of_columns": lambda tensors: dict(
-        zip(ORDER, (tensors[each].tolist() for each in ("user_ids", "item_ids", "words")), strict=True)
+        zip(ORDER, (tensors[name].tolist() for name in ("user_ids", "item_ids", "words")), strict=True)
     ),
     "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
     "ids_of_offsets": of_offsets,

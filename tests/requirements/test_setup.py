@@ -55,8 +55,8 @@ def test_the_locks_are_the_stacks_of_the_pins(stack: Stack) -> None:
         )
     else:
         locked = pins(REQUIREMENTS / f"stack-{minor}.txt")
-        asked = (REQUIREMENTS / f"stack-{minor}.in").read_text()
-        assert re.findall(r"^([\w-]+)==", asked, re.MULTILINE) == ["torch", "torchrec", "fbgemm-gpu-cpu"]
+        text = (REQUIREMENTS / f"stack-{minor}.in").read_text()
+        assert re.findall(r"^([\w-]+)==", text, re.MULTILINE) == ["torch", "torchrec", "fbgemm-gpu-cpu"]
     assert (locked["torch"], locked["torchrec"], locked["fbgemm-gpu-cpu"]) == (
         stack.torch,
         stack.torchrec,

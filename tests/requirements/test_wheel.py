@@ -90,9 +90,10 @@ def interpreters(*versions: str) -> list[Any]:
     for version in versions:
         candidates = [*kept.glob(f"{version}.*/bin/python{version}"), shutil.which(f"python{version}")]
         runs = (
-            str(each)
-            for each in candidates
-            if each is not None and subprocess.run([each, "-c", ""], capture_output=True, check=False).returncode == 0
+            str(candidate)
+            for candidate in candidates
+            if candidate is not None
+            and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0
         )
         found += [pytest.param(path, id=version) for path in [next(runs, None)] if path is not None]
     return found

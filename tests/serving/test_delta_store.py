@@ -131,7 +131,7 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
     for store in stores:
         store.refresh(LiveLineage("m", name, 0))
     for number in range(1, 31):
-        found = {delta_path(each.folder / "m" / name, number).read_bytes() for each in stores}
+        found = {delta_path(store.folder / "m" / name, number).read_bytes() for store in stores}
         assert len(found) == 1
 
 
@@ -162,7 +162,7 @@ def test_a_delta_whose_answer_got_lost_is_no_other_s(
     machine("second")
     assert brought(bundle, url) == [1]
     folder = DeltaStore(f"{url}.deltas").folder / "m" / lineage(bundle).name
-    assert sorted(each.suffix for each in folder.glob("0*")) == [".safetensors", ".sig"]
+    assert sorted(path.suffix for path in folder.glob("0*")) == [".safetensors", ".sig"]
 
 
 def test_what_could_not_be_brought_counts_as_never_read(
@@ -396,17 +396,17 @@ def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repos
     paths = [publish(bundle, url, number, [3], signing_key=signed_repository / "key.pem") for number in range(1, 6)]
     squash(tmp_path / "r", "m", until=4, deltas=deltas, signing_key=signed_repository / "key.pem")
     squash(tmp_path / "r", "m", until=3, deltas=deltas, signing_key=signed_repository / "key.pem")
-    before = {each.name for each in paths[0].parent.glob("[0-9]*")}
+    before = {path.name for path in paths[0].parent.glob("[0-9]*")}
     assert len(before) == 14  # each with its signature
     assert prune_squashed(bundle.parent, deltas=deltas, dry_run=True) == 4
     assert len({*paths[0].parent.glob("[0-9]*")}) == 14
     assert prune_squashed(bundle.parent, deltas=deltas) == 4
     left = {name for name in before if int(name[:12]) >= 4}
     assert len(left) == 6
-    assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
+    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == left
     shutil.rmtree(paths[0].parent)
     DeltaStore(deltas).bring("m", paths[0].parent.name, 0, all_files=True)
-    assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
+    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == left
 
 
 def test_names_that_are_none_and_gaps_are_left_alone(

@@ -125,15 +125,15 @@ def test_an_engine_takes_them(served: Served) -> None:
         if samples:
             assert_right(engine.score(ids, dense), ids, dense)
         else:
-            found = engine.score(ids, dense)
-            assert {name: each.shape for name, each in found.items()} == {
+            scores = engine.score(ids, dense)
+            assert {name: value.shape for name, value in scores.items()} == {
                 "like": (0,),
                 "relation": (0, 2),
                 "all": (0, 3, 2),
             }
     ids, dense = request(3, 5)
-    listed = {name: each.tolist() for name, each in dense.items()}
-    tensors = {name: torch.from_numpy(each) for name, each in dense.items()}
+    listed = {name: numbers.tolist() for name, numbers in dense.items()}
+    tensors = {name: torch.from_numpy(numbers) for name, numbers in dense.items()}
     for other in (listed, tensors):
         for name, numbers in engine.score(ids, other).items():
             np.testing.assert_array_equal(numbers, engine.score(ids, dense)[name])
@@ -157,8 +157,8 @@ def test_both_clients_send_them(served: Served) -> None:
             assert_right(answer, ids, dense)
         ids, dense = request(50, 3)
         shared = {**dense, "relation": [2**40 + 1], "new": [[True, False]]}
-        found = client.score(ids, shared, shared=["relation", "new"])
-        assert_right(found, ids, {**dense, "relation": np.full(3, 2**40 + 1), "new": np.array([[True, False]] * 3)})
+        scores = client.score(ids, shared, shared=["relation", "new"])
+        assert_right(scores, ids, {**dense, "relation": np.full(3, 2**40 + 1), "new": np.array([[True, False]] * 3)})
 
     async def run() -> None:
         async with AsyncLookupClient(served.server.grpc, "m", 60) as client:
@@ -194,15 +194,15 @@ def test_others_are_refused_by_name(served: Served, change: dict[str, Any], why:
 
 def test_lines_of_json_have_them(served: Served) -> None:
     ids, dense = request(9, 2)
-    line = json.dumps({"features": ids, "dense": {name: each.tolist() for name, each in dense.items()}})
+    line = json.dumps({"features": ids, "dense": {name: numbers.tolist() for name, numbers in dense.items()}})
     wrong = json.dumps({"features": ids, "dense": {**json.loads(line)["dense"], "relation": [1.0, 2.0]}})
     answered = tbe_serve("score", "m", "--url", served.server.grpc, stdin=f"{line}\n{wrong}\n")
     assert answered.returncode == 1
     assert "line 2: dense input 'relation': expected integers, which travel as INT64, got float64" in answered.stderr
-    assert_right({name: np.array(each) for name, each in json.loads(answered.stdout).items()}, ids, dense)
+    assert_right({name: np.array(value) for name, value in json.loads(answered.stdout).items()}, ids, dense)
     single = json.dumps({"features": ids, "dense": {**json.loads(line)["dense"], "relation": [2**40 + 1]}})
     answered = tbe_serve("score", "m", "--shared", "relation", "--url", served.server.grpc, stdin=single)
-    scores = {name: np.array(each) for name, each in json.loads(answered.stdout).items()}
+    scores = {name: np.array(value) for name, value in json.loads(answered.stdout).items()}
     assert_right(scores, ids, {**dense, "relation": np.full(2, 2**40 + 1)})
 
 
@@ -213,7 +213,7 @@ def test_captured_requests_keep_them(served: Served) -> None:
     values, _ = flat(ids)
 
     def captured() -> list[Tensors]:
-        return [each.tensors for each in read_captured(served.captured) if each.values == values.tolist()]
+        return [captured.tensors for captured in read_captured(served.captured) if captured.values == values.tolist()]
 
     until(lambda: bool(captured()), "the request is captured")
     (found,) = captured()
@@ -237,7 +237,7 @@ def test_bench_makes_and_checks_requests_of_them(served: Served) -> None:
     (first, *_) = random_requests(
         bundle.manifest, 4, Distribution(), dict.fromkeys(bundle.manifest.keys, 2.0), scores=True
     )
-    assert {name: (each.dtype, each.shape) for name, each in first.dense.items()} == {
+    assert {name: (value.dtype, value.shape) for name, value in first.dense.items()} == {
         each.name: (each.dtype.numpy, (4, *each.shape)) for each in INPUTS
     }
     options = ("--bundle", str(served.bundle), "--scores", "--clients", "2", "--seconds", "0.4", "--repeats", "1")

@@ -187,10 +187,10 @@ def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
     weights = torch.linspace(0.5, 2.0, len(ids))
     expected = engine.lookup(KeyedJaggedTensor(keys, ids, weights=weights, lengths=lengths))
     gaps = [torch.stack([each, each + 1], dim=1)[:, 0] for each in (ids, weights, lengths)]
-    assert not any(each.is_contiguous() for each in gaps)
-    found = engine.lookup(KeyedJaggedTensor(keys, gaps[0], weights=gaps[1], lengths=gaps[2]))
+    assert not any(gap.is_contiguous() for gap in gaps)
+    answer = engine.lookup(KeyedJaggedTensor(keys, gaps[0], weights=gaps[1], lengths=gaps[2]))
     for feature, rows in expected.items():
-        np.testing.assert_array_equal(found[feature], rows)
+        np.testing.assert_array_equal(answer[feature], rows)
 
 
 @pytest.mark.parametrize("step", [2, -1], ids=["with_gaps", "backwards"])
@@ -295,7 +295,7 @@ def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine)
     accepted = [accept(engine.schema, encode(each)) for each in asked]
     found = engine.answer(accepted)
     outcomes = found.outcomes()
-    assert [type(each) for each in outcomes] == [IdsOutside, dict, dict, IdsOutside]
+    assert [type(outcome) for outcome in outcomes] == [IdsOutside, dict, dict, IdsOutside]
     assert list(found.positions) == [1, 2]
     assert found.ids_outside == {"word": 1}
     for number, outputs in zip(found.positions, found.outputs(), strict=True):
@@ -303,7 +303,7 @@ def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine)
         (expected,) = engine.lookup(asked[number]).values()
         np.testing.assert_array_equal(outputs["embeddings"], expected)
     none = engine.answer([accepted[0], accepted[3]])
-    assert [str(each) for each in none.outcomes()] == [str(outcomes[0]), str(outcomes[3])]
+    assert [str(outcome) for outcome in none.outcomes()] == [str(outcomes[0]), str(outcomes[3])]
     assert none.outputs() == []
 
 

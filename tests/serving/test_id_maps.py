@@ -176,7 +176,7 @@ def test_scores_of_raw_ids(tmp_path: Path) -> None:
     scores: Any = engine.score(bags, {"dense": dense.numpy()})["scores"]
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
     assert engine.bundle.manifest.dense_part is not None
-    assert all(each.parity.trained is not None for each in engine.bundle.manifest.dense_part.outputs)
+    assert all(output.parity.trained is not None for output in engine.bundle.manifest.dense_part.outputs)
     with pytest.raises(ModelError, match=r"sparse: expected its embeddings alone to be used"):
         export_model(Ranker(remapped=True), tmp_path / "none", "m", config)
 

@@ -75,8 +75,8 @@ def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
         Capability.HOSTS,
         Capability.ID_MAPS,
     }
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
+    for host in open_bundle(router).manifest.hosts:
+        part = open_bundle(router.parents[1] / host.model / str(host.version)).manifest
         assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         assert IDS not in part.files
         assert all(table.id_map is None for table in part.tables)

@@ -290,7 +290,7 @@ def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
         answers = at_once([partial(client.lookup, each) for each in [*good, *bad]])
         for request, answer in zip(good, answers[:20], strict=True):
             assert_right(answer, module, request)
-        assert [type(each) for each in answers[20:]] == [InvalidRequest] * 2
+        assert [type(answer) for answer in answers[20:]] == [InvalidRequest] * 2
         assert r"feature 'x': expected an id in [0, 102), got 102 for sample 0" in str(answers[20])
         assert r"feature 'y': expected an id in [0, 102), got -1 for sample 0" in str(answers[21])
         assert metric(server, "tbe_ids_outside_total", table="dealt") == 3
@@ -308,8 +308,8 @@ def test_over_hosts(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"dealt": "row_wise"})
     router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))
     assert open_bundle(router).manifest.requires == (Capability.HOSTS, Capability.ID_MAPS, Capability.INPUT_HASH_SIZE)
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
+    for host in open_bundle(router).manifest.hosts:
+        part = open_bundle(router.parents[1] / host.model / str(host.version)).manifest
         assert Capability.HOSTS in part.requires
         assert all(table.id_map is None for table in part.tables)
     assert tbe_export("verify", str(router)).exit_code == 0

@@ -64,14 +64,14 @@ def asked(bags: Any, dense: Any, shared: Sequence[str] = (), outputs: Sequence[s
 
 
 def together(engine: Engine, requests: Sequence[Tensors]) -> list[Any]:
-    return engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+    return engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
 
 
 def check(engine: Engine, module: Mixed, relative: bool = False, tolerance: float = 1e-5) -> None:
     """Requests of all sizes, each alone and all at once, beside lookups."""
     random = np.random.default_rng(0)
     requests = [random_histories(random, number % 5, longest=number % 4 * 3) for number in range(20)]
-    answers = together(engine, [asked(*each) for each in requests] + [encode({"words": [[1, 2]]})] * 2)
+    answers = together(engine, [asked(*request) for request in requests] + [encode({"words": [[1, 2]]})] * 2)
     for request, answer in zip(requests, answers, strict=False):
         right = expected(module, *request, relative)
         assert_scores(answer, right, tolerance)
@@ -99,11 +99,11 @@ def test_merging_does_not_change_an_answer(engine: Engine, data: st.DataObject) 
         )
         bags |= {name: user[name] for name in shared}
         requests.append(asked(bags, dense, shared, outputs))
-    for request, found in zip(requests, together(engine, requests), strict=True):
+    for request, answer in zip(requests, together(engine, requests), strict=True):
         alone = engine.outputs(request)
-        assert found.keys() == alone.keys() == {*request.outputs}
+        assert answer.keys() == alone.keys() == {*request.outputs}
         for name, numbers in alone.items():
-            np.testing.assert_allclose(found[name], numbers, rtol=1e-5, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(answer[name], numbers, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_features_may_be_asked_for_in_any_order(engine: Engine) -> None:
@@ -183,7 +183,7 @@ def test_ids_outside_are_zero_rows_and_are_seen_as_they_were_sent(tmp_path: Path
         bags["recent"][1] = [-1, 5, -7]
         bags["genres"][2] = [-1, 3]
     bad = asked({**requests[0][0], "words": [[1000], [], []]}, requests[0][1])
-    answers = together(engine, [asked(*requests[0]), bad, *(asked(*each) for each in requests[1:])])
+    answers = together(engine, [asked(*requests[0]), bad, *(asked(*request) for request in requests[1:])])
     assert isinstance(answers.pop(1), InvalidRequest)
     for request, answer in zip(requests, answers, strict=True):
         assert_scores(answer, expected(MODULE, *request))
@@ -213,12 +213,12 @@ def test_raw_ids_are_seen_raw_and_read_the_rows_of_their_map(tmp_path: Path) -> 
     with_dense_part(bundle, Firsts(), (), {"sum": (16,), "bits": ()}, say(jagged=OF_RECENT))
     random = np.random.default_rng(0)
     raw = [[int(id_) * 1_000_003**2 for id_ in random.integers(-100, 200, size)] for size in (3, 0, 9)]
-    found = Engine.open(bundle).score({"user_id": [[1], [], [2]], "genres": [[], [1], []], "recent": raw})
+    scores = Engine.open(bundle).score({"user_id": [[1], [], [2]], "genres": [[], [1], []], "recent": raw})
     with torch.no_grad():
         answer, _ = module.rows.eval()(raw_kjt_of({"recent": raw}))
     rows = [each.sum(0).numpy() for each in answer["recent"].to_dense()]
-    np.testing.assert_allclose(found["sum"], rows, rtol=1e-5, atol=1e-5)
-    assert found["bits"].tolist() == [sum(id_ & 0xFF for id_ in bag) for bag in raw]
+    np.testing.assert_allclose(scores["sum"], rows, rtol=1e-5, atol=1e-5)
+    assert scores["bits"].tolist() == [sum(id_ & 0xFF for id_ in bag) for bag in raw]
 
 
 class OfRowsAlone(nn.Module):
@@ -238,11 +238,11 @@ def test_a_model_of_sequences_alone(tmp_path: Path) -> None:
         replace(encode({"recent": recent, "seen": recent, "words": recent}), outputs=("sum", "bits"))
         for recent in requests
     ]
-    alone = [engine.outputs(each) for each in tensors]
-    for recent, found in zip(requests * 2, [*together(engine, tensors), *alone], strict=True):
+    alone = [engine.outputs(tensor) for tensor in tensors]
+    for recent, answer in zip(requests * 2, [*together(engine, tensors), *alone], strict=True):
         right = np.array([items[bag].sum(0) if bag else np.zeros(32) for bag in recent]).reshape(-1, 32)
-        np.testing.assert_allclose(found["sum"], right, rtol=1e-6, atol=1e-6)
-        assert found["bits"].tolist() == [sum(bag) & 0xFF if len(bag) < 2 else sum(bag) for bag in recent]
+        np.testing.assert_allclose(answer["sum"], right, rtol=1e-6, atol=1e-6)
+        assert answer["bits"].tolist() == [sum(bag) & 0xFF if len(bag) < 2 else sum(bag) for bag in recent]
 
 
 class Around(nn.Module):
@@ -348,11 +348,11 @@ def of_recent(recent: Any, shared: Sequence[str] = ()) -> dict[str, Any]:
 
 def test_a_model_takes_exactly_so_many_ids(fixed: Engine) -> None:
     items = MODULE.rows.embeddings["item"].weight.detach().numpy()
-    found = fixed.score(of_recent([[1, 2, 3], [4, 5, 6]]))
-    np.testing.assert_array_equal(found["first"], items[[1, 4]])
-    assert found["ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    found = fixed.score(of_recent([[7, 8, 9]], ["recent"]), shared=["recent"])
-    assert found["ids"].tolist() == [[7, 8, 9]] * 2
+    scores = fixed.score(of_recent([[1, 2, 3], [4, 5, 6]]))
+    np.testing.assert_array_equal(scores["first"], items[[1, 4]])
+    assert scores["ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    scores = fixed.score(of_recent([[7, 8, 9]], ["recent"]), shared=["recent"])
+    assert scores["ids"].tolist() == [[7, 8, 9]] * 2
     assert fixed.score(of_recent([]))["ids"].shape == (0, 3)
     assert len(fixed.lookup(of_recent([[1, 2]]))["recent"].values) == 2, "a lookup may have any number"
 
@@ -452,7 +452,7 @@ class _NoMetrics:
 def test_a_probe_is_scored_by_the_program_alone(engine: Engine) -> None:
     """As an export does it: inputs are the dense ones, then the jagged ones."""
     bags, dense = random_histories(np.random.default_rng(5), 3)
-    found = engine.lookup(bags)
+    answer = engine.lookup(bags)
     part = engine.bundle.manifest.dense_part
     assert part is not None
     assert part.jagged == JAGGED
@@ -460,9 +460,9 @@ def test_a_probe_is_scored_by_the_program_alone(engine: Engine) -> None:
     lengths = {name: np.array([len(bag) for bag in column], np.int32) for name, column in bags.items()}
     of: dict[JaggedKind, Any] = {JaggedKind.LENGTHS: lengths, JaggedKind.IDS: ids}
     jagged = [
-        found[each.name].values if each.kind is JaggedKind.ROWS else of[each.kind][each.name] for each in part.jagged
+        answer[each.name].values if each.kind is JaggedKind.ROWS else of[each.kind][each.name] for each in part.jagged
     ]
-    pooled = np.concatenate([found["user_id"], found["genres"]], axis=1)
+    pooled = np.concatenate([answer["user_id"], answer["genres"]], axis=1)
     (scores,) = DenseProgram(engine.bundle, scoring_schema(engine.bundle.manifest, part)).score(
         pooled, [[dense["price"], *jagged]], [3]
     )

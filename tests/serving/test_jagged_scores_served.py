@@ -70,8 +70,8 @@ def test_clients_score_sequences_merged_with_others(served: Served) -> None:
     with LookupClient(served.server.grpc, "m", 60) as client:
         check_client(client)
         user, repeated, dense = shared(1, 50)
-        found = client.score(user, dense, shared=["recent", "genres"])
-        assert_scores(found, expected(MODULE, repeated, dense))
+        scores = client.score(user, dense, shared=["recent", "genres"])
+        assert_scores(scores, expected(MODULE, repeated, dense))
         assert list(client.score(user, dense, outputs=["total"], shared=["recent", "genres"])) == ["total"]
         with pytest.raises(
             InvalidRequest, match=r"bytes of sequences: expected at most 1048576 in a request, got \d+"
@@ -91,11 +91,11 @@ def test_clients_score_sequences_merged_with_others(served: Served) -> None:
 
 def test_lines_of_json_are_scored(served: Served) -> None:
     bags, dense = random_histories(np.random.default_rng(2), 3)
-    line = json.dumps({"features": bags, "dense": {name: each.tolist() for name, each in dense.items()}})
+    line = json.dumps({"features": bags, "dense": {name: numbers.tolist() for name, numbers in dense.items()}})
     answered = tbe_serve("score", "m", "--url", served.server.grpc, stdin=line)
     assert answered.returncode == 0, answered.stderr
     assert_scores(
-        {name: np.array(each) for name, each in json.loads(answered.stdout).items()}, expected(MODULE, bags, dense)
+        {name: np.array(value) for name, value in json.loads(answered.stdout).items()}, expected(MODULE, bags, dense)
     )
 
 

@@ -39,9 +39,9 @@ def test_an_event_is_one_line_of_text(tmp_path: Path) -> None:
 def test_an_event_is_one_object_of_json(tmp_path: Path) -> None:
     line = logged(tmp_path / "log", say, LogFormat.JSON, host=0)
     assert len(line.splitlines()) == 1
-    found = json.loads(line)
-    assert re.fullmatch(TIME, found.pop("time"))
-    assert found == {
+    report = json.loads(line)
+    assert re.fullmatch(TIME, report.pop("time"))
+    assert report == {
         "level": "WARNING",
         "source": "tbe-serve",
         "event": "switched",
@@ -128,4 +128,4 @@ def test_the_page_lists_all_events_and_no_others() -> None:
     events = {event for way in ways for event in re.findall(way, code)}
     page = (root.parent / "docs" / "logs.md").read_text().partition("| event | level |")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
-    assert {each for row in rows for each in re.findall(r"\w+", row)} == events
+    assert {match for row in rows for match in re.findall(r"\w+", row)} == events

@@ -99,8 +99,8 @@ def test_over_hosts(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise", "genre": "data_parallel"})
     router = export_hosts(tmp_path, collection(MIXED), config(sharding))
     assert set(open_bundle(router).manifest.requires) == {Capability.HOSTS, Capability.MODULO}
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
+    for host in open_bundle(router).manifest.hosts:
+        part = open_bundle(router.parents[1] / host.model / str(host.version)).manifest
         assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         assert {table.id_policy for table in part.tables} == {IdPolicy.ERROR}
     with (

@@ -63,7 +63,7 @@ def test_what_was_exported_says_what_its_rows_are(bundle: Path) -> None:
     assert not part.mixes_samples, part.mixed_by
     keys = {"session.now": None, "session.times": "seen", "session.paid": "seen"}
     assert {each.name: each.key for each in part.inputs} == keys
-    assert {each.name: each.key for each in part.outputs} == {"user": None, "score": "target", "odd": "seen"}
+    assert {output.name: output.key for output in part.outputs} == {"user": None, "score": "target", "odd": "seen"}
     assert part.together == (("seen", "bought_in"),)
     printed = tbe_export("inspect", str(bundle)).stdout
     assert "session.now INT64 [B], session.times INT64 [ids of seen], session.paid [ids of seen, 2]" in printed
@@ -77,19 +77,19 @@ def test_requests_are_scored_alone_and_together(engine: Engine) -> None:
     for bags, dense in asked:
         assert_right(engine.score(bags, dense), expected(bags, dense))
     answers = together(engine, asked)
-    for (bags, dense), found in zip(asked, answers, strict=True):
-        assert_right(found, expected(bags, dense))
+    for (bags, dense), answer in zip(asked, answers, strict=True):
+        assert_right(answer, expected(bags, dense))
 
 
 def together(engine: Engine, asked: Sequence[Asked], shared: Sequence[Sequence[str]] = ()) -> list[Any]:
     part = engine.bundle.manifest.dense_part
     assert part is not None
-    names = [each.name for each in part.outputs]
+    names = [output.name for output in part.outputs]
     requests = [
         replace(encode(bags, (), each), outputs=names, dense=encode_dense(part.inputs, dense))
         for (bags, dense), each in zip(asked, shared or [()] * len(asked), strict=True)
     ]
-    return engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+    return engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
 
 
 @given(st.data())
@@ -118,8 +118,8 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObj
         )
     for (bags, dense), names, numbers in zip(asked, shared, right, strict=True):
         assert_right(engine.score(bags, dense, shared=names), numbers)
-    for found, numbers in zip(together(engine, asked, shared), right, strict=True):
-        assert_right(found, numbers)
+    for answer, numbers in zip(together(engine, asked, shared), right, strict=True):
+        assert_right(answer, numbers)
 
 
 def test_samples_are_scored_some_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,9 @@ def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle:
     line = json.dumps({"features": bags, "dense": dense})
     answered = tbe_serve("score", "m", "--url", server.grpc, stdin=line)
     assert answered.returncode == 0, answered.stderr
-    assert_right({name: np.array(each) for name, each in json.loads(answered.stdout).items()}, expected(bags, dense))
+    assert_right(
+        {name: np.array(value) for name, value in json.loads(answered.stdout).items()}, expected(bags, dense)
+    )
     shown = tbe_serve("score", "m", "--url", server.grpc, "--table", stdin=line)
     assert shown.returncode == 0, shown.stderr
     captured = bundle.parent.parent.parent / "captured" / "m.jsonl"
@@ -299,5 +301,5 @@ def test_over_hosts(tmp_path: Path) -> None:
     random = np.random.default_rng(8)
     asked = [ask(random, number % 4) for number in range(16)]
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 60) as client:
-        for request, found in zip(asked, at_once([partial(client.score, *each) for each in asked]), strict=True):
-            assert_right(found, expected(*request))
+        for request, answer in zip(asked, at_once([partial(client.score, *each) for each in asked]), strict=True):
+            assert_right(answer, expected(*request))

@@ -181,7 +181,7 @@ def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, w
     sizes = np.array(lengths, np.int32)
     asked = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
     if why is None:
-        assert {name: each.shape for name, each in engine.outputs(asked).items()} == {
+        assert {name: output.shape for name, output in engine.outputs(asked).items()} == {
             EMBEDDINGS: (2, 8), SHARED: (1, 16), SEQUENCES: (3 * 32,)
         }  # fmt: skip
         return
@@ -236,7 +236,7 @@ def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
         ["user_id", "genres"],
         torch.arange(bags),
         lengths=torch.ones(bags, dtype=torch.int32),
-        stride_per_key_per_rank=[[each] for each in strides],
+        stride_per_key_per_rank=[[stride] for stride in strides],
         **others,
     )
 
@@ -285,7 +285,7 @@ def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> 
         assert_scores(engine.score(bags, dense, shared=shared), expected)
     none = {key: column if key in shared else [] for key, column in bags.items()}
     empty = engine.score(
-        none, {each: rows[:1] if each in shared else rows[:0] for each, rows in dense.items()}, shared=shared
+        none, {name: rows[:1] if name in shared else rows[:0] for name, rows in dense.items()}, shared=shared
     )
     assert {len(each) for each in empty.values()} == {0}
 

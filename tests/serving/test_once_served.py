@@ -53,7 +53,7 @@ def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) ->
             each["name"]: each["dims"] for each in client.get_model_config("m", as_json=True)["config"]["output"]
         }
         assert outputs == {"embeddings": ["-1", "-1"], "sequences": ["-1"], "once": ["-1", "-1"]}
-        found = client.infer("m", inputs, parameters=parameters)
+        response = client.infer("m", inputs, parameters=parameters)
         only = client.infer("m", inputs, parameters=parameters, outputs=[triton.InferRequestedOutput("once")])
         with pytest.raises(triton.InferenceServerException, match="expected 3 for the keys that come once"):
             client.infer("m", inputs, parameters={**parameters, "once": parameters["features"]})
@@ -61,12 +61,12 @@ def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) ->
             client.infer("m", inputs, parameters={**parameters, "once": 1})
     users, genres = (modules["m"].pooled.embedding_bags[name].weight.detach().numpy() for name in ("user", "genre"))
     items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
-    np.testing.assert_allclose(found.as_numpy("once"), [[users[1] + users[2]]], rtol=1e-6)
-    np.testing.assert_array_equal(only.as_numpy("once"), found.as_numpy("once"))
-    assert [each.name for each in only.get_response().outputs] == ["once"]
+    np.testing.assert_allclose(response.as_numpy("once"), [[users[1] + users[2]]], rtol=1e-6)
+    np.testing.assert_array_equal(only.as_numpy("once"), response.as_numpy("once"))
+    assert [output.name for output in only.get_response().outputs] == ["once"]
     sums = [genres[3], np.zeros(8), (genres[4] + genres[5]) / 2]
-    np.testing.assert_allclose(found.as_numpy("embeddings"), [sums], rtol=1e-6)
-    np.testing.assert_array_equal(found.as_numpy("sequences"), [items[[6, 7]].ravel()])
+    np.testing.assert_allclose(response.as_numpy("embeddings"), [sums], rtol=1e-6)
+    np.testing.assert_array_equal(response.as_numpy("sequences"), [items[[6, 7]].ravel()])
 
 
 def test_both_clients(server: Server) -> None:
@@ -106,12 +106,12 @@ def test_by_json_lines(server: Server, modules: Any) -> None:
     line = {"user_id": [[1]], "genres": [[3], [4, 5]], "recent": [[6, 7]]}
     shared = ("--shared", "user_id", "--shared", "recent")
     done = tbe_serve("lookup", "m", "--url", server.grpc, *shared, stdin=json.dumps(line))
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     users = modules["m"].pooled.embedding_bags["user"].weight.detach().numpy()
     items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
-    np.testing.assert_array_equal(np.float32(found["user_id"]), users[[1]])
-    np.testing.assert_array_equal(np.float32(found["recent"]), [items[[6, 7]]])
-    assert len(found["genres"]) == 2
+    np.testing.assert_array_equal(np.float32(report["user_id"]), users[[1]])
+    np.testing.assert_array_equal(np.float32(report["recent"]), [items[[6, 7]]])
+    assert len(report["genres"]) == 2
     table = tbe_serve("lookup", "m", "--url", server.grpc, "--table", *shared, stdin=json.dumps(line)).stdout
     assert [row.split("│")[1:3] for row in table.splitlines() if row.startswith("│")] == [
         [" all    ", " user_id "],

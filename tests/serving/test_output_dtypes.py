@@ -124,11 +124,11 @@ def test_an_engine_answers_them_alone_merged_and_of_no_sample(served: Served) ->
             replace(encode(bags), outputs=list(DTYPES), dense=encode_dense(part.inputs, dense))
             for bags, dense in asked
         ]
-        merged = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+        merged = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
         for (bags, dense), found in zip(asked, merged, strict=True):
             assert_exact(MODULE, found, bags, dense)
         bags, dense = call(0, 0)
-        assert {name: str(each.dtype) for name, each in engine.score(bags, dense).items()} == DTYPES
+        assert {name: str(value.dtype) for name, value in engine.score(bags, dense).items()} == DTYPES
         sent = call(5, 3)
         answer = engine.score(*sent)
         sent[1]["sent"][:] = 0
@@ -153,10 +153,10 @@ def test_clients_and_lines_of_json_have_them(served: Served) -> None:
     line = json.dumps({"features": bags, "dense": {"sent": dense["sent"].tolist()}})
     printed = tbe_serve("score", "m", "--url", served.server.grpc, stdin=line)
     assert printed.returncode == 0, printed.stderr
-    found = json.loads(printed.stdout)
+    report = json.loads(printed.stdout)
     assert '"is_new": [true' in printed.stdout or '"is_new": [false' in printed.stdout
-    assert all(type(each) is int for each in found["name"])
-    assert_exact(MODULE, {name: np.array(each, DTYPES[name]) for name, each in found.items()}, bags, dense)
+    assert all(type(each) is int for each in report["name"])
+    assert_exact(MODULE, {name: np.array(value, DTYPES[name]) for name, value in report.items()}, bags, dense)
     table = tbe_serve("score", "m", "--table", "--url", served.server.grpc, stdin=line)
     assert table.returncode == 0, table.stderr
 
@@ -180,11 +180,12 @@ def test_any_client_of_the_protocol_has_them(served: Served) -> None:
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=60) as response:
         outputs = json.load(response)["outputs"]
     found = {
-        each["name"]: np.array(each["data"], DTYPES[each["name"]]).reshape(each["shape"][1:]) for each in outputs
+        output["name"]: np.array(output["data"], DTYPES[output["name"]]).reshape(output["shape"][1:])
+        for output in outputs
     }
     assert_exact(MODULE, {name: found[name] for name in DTYPES}, bags, dense)
     said = {"float32": "FP32", "float64": "FP64", "bool": "BOOL"}
-    assert {each["name"]: each["datatype"] for each in outputs} == {
+    assert {output["name"]: output["datatype"] for output in outputs} == {
         name: said.get(dtype, dtype.upper()) for name, dtype in DTYPES.items()
     }
 

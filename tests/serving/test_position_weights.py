@@ -113,7 +113,7 @@ def test_positions_are_those_of_the_request_where_ids_are_left_out(tmp_path: Pat
     items, words = (
         module._embedding_bag_collection.embedding_bags[name].weight.detach() for name in ("item", "word")
     )
-    by_position = {key: each.position_weight.detach() for key, each in module._feature_processors.items()}
+    by_position = {key: processor.position_weight.detach() for key, processor in module._feature_processors.items()}
     weights = by_position["item_id"]
     np.testing.assert_allclose(answer["item_id"][0], weights[1] * items[7] + weights[3] * items[9], atol=1e-6)
     expected = sum(weight * words[row] for weight, row in zip(by_position["words"], (5, 999, 2), strict=False))
@@ -178,8 +178,8 @@ def test_over_hosts(tmp_path: Path) -> None:
         ranks=2, ranks_per_host=1, types={"item": "row_wise", "word": "column_wise", "user": "data_parallel"}
     )
     router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
+    for host in open_bundle(router).manifest.hosts:
+        part = open_bundle(router.parents[1] / host.model / str(host.version)).manifest
         assert part.weighted
         assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
     with (

@@ -25,7 +25,7 @@ def test_rows_are_those_of_the_table_however_it_is_pooled(kind: str, tmp_path: P
         "NONE": lambda: sequences(ROWS),
     }.get(kind, lambda: collection(specs))()
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
-    (table,) = [each for name, each in module.state_dict().items() if name.endswith("item.weight")]
+    (table,) = [tensor for name, tensor in module.state_dict().items() if name.endswith("item.weight")]
     for ids in ([], [5], np.arange(299, -1, -1), [7] * 40):
         np.testing.assert_array_equal(engine.rows("item", ids), table.numpy()[np.array(ids, np.int64)])
     every = np.arange(300)
@@ -56,9 +56,9 @@ def test_a_wrong_request_for_rows_is_refused_by_the_name_of_its_table(
     lengths: list[int], why: str, tmp_path: Path
 ) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
-    asked = Tensors(None, np.array([1, 2]), np.array(lengths, np.int32), tables=["item", "word"])
+    tensors = Tensors(None, np.array([1, 2]), np.array(lengths, np.int32), tables=["item", "word"])
     with pytest.raises(InvalidRequest, match=why):
-        engine.outputs(asked)
+        engine.outputs(tensors)
 
 
 def test_of_a_key_that_several_tables_read_rows_are_of_one(tmp_path: Path) -> None:

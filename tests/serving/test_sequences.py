@@ -62,7 +62,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     config = ExportConfig(dtype=FP32.dtype, sharding=sharding)
     engine = Engine.open(export_model(module, tmp_path_factory.mktemp("random") / "r", "m", config))
     readers = [key for spec in (*pooled, *rows) for key in spec.features]
-    heights = {key: min(each.rows for each in (*pooled, *rows) if key in each.features) for key in readers}
+    heights = {key: min(row.rows for row in (*pooled, *rows) if key in row.features) for key in readers}
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     for samples in (0, 1, 5):
         bags = {
@@ -211,7 +211,7 @@ def test_merged_requests_are_answered_as_alone(
             np.testing.assert_array_equal(outcome[name], numbers, err_msg=name)
         expected = pool(bundle, engine.bundle.manifest, request)
         if {EMBEDDINGS, SEQUENCES} <= {*request.outputs}:
-            assert {name: [1, *each.shape] for name, each in outcome.items()} == expected.shapes
+            assert {name: [1, *value.shape] for name, value in outcome.items()} == expected.shapes
             assert list(expected.misses(expected.by_feature(outcome))) == []
 
 
@@ -238,10 +238,10 @@ def test_long_sequences_of_several_requests_take_several_calls(tmp_path: Path) -
 )
 def test_nothing_is_looked_up_that_nobody_asked_for(outputs: list[str], looked_up: set[str], tmp_path: Path) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
-    asked = Tensors(["user_id", "recent"], np.array([1, 2]), np.array([1, 1], np.int32), outputs=outputs)
-    batches = merge_all(engine.schema, validate([accept(engine.schema, asked)]))
+    tensors = Tensors(["user_id", "recent"], np.array([1, 2]), np.array([1, 1], np.int32), outputs=outputs)
+    batches = merge_all(engine.schema, validate([accept(engine.schema, tensors)]))
     assert {name for batch in batches for name in batch.feature_set.names} == looked_up
-    assert engine.outputs(asked).keys() == set(outputs)
+    assert engine.outputs(tensors).keys() == set(outputs)
 
 
 def test_an_answer_that_is_too_large_is_refused_before_anything_is_looked_up(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     router = export_hosts(tmp_path, module, replace(FP32, sharding=sharding))
     assert set(open_bundle(router).manifest.requires) == {Capability.HOSTS, Capability.SEQUENCES}
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version))
+    for host in open_bundle(router).manifest.hosts:
+        part = open_bundle(router.parents[1] / host.model / str(host.version))
         assert set(part.manifest.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         config = read_config(part.path.parent)
         assert [output.name for output in config.output] == ["embeddings"]
@@ -113,6 +113,6 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert found.keys() == expected.keys()
-    for name, each in found.items():
-        pairs = [each.values, expected[name].values] if isinstance(each, JaggedRows) else [each, expected[name]]
+    for name, value in found.items():
+        pairs = [value.values, expected[name].values] if isinstance(value, JaggedRows) else [value, expected[name]]
         np.testing.assert_array_equal(*pairs)

@@ -109,8 +109,8 @@ def ask(served: Served, inputs: list[tuple[str, Any]], outputs: list[str] | None
         sent[-1].set_data_from_numpy(array)
     wanted = None if outputs is None else [triton.InferRequestedOutput(name) for name in outputs]
     with triton.InferenceServerClient(served.server.grpc) as client:
-        found = client.infer("m", sent, outputs=wanted, client_timeout=60, parameters=parameters or None)
-    return {each.name: found.as_numpy(each.name) for each in found.get_response().outputs}
+        response = client.infer("m", sent, outputs=wanted, client_timeout=60, parameters=parameters or None)
+    return {output.name: response.as_numpy(output.name) for output in response.get_response().outputs}
 
 
 def test_any_client_of_the_protocol_gets_the_outputs_that_it_asks_for(served: Served) -> None:
@@ -119,7 +119,7 @@ def test_any_client_of_the_protocol_gets_the_outputs_that_it_asks_for(served: Se
     items, words = (served.module.rows.embeddings[name].weight.detach().numpy() for name in ("item", "word"))
     users = served.module.pooled.embedding_bags["user"].weight.detach().numpy()
     both = ask(served, inputs, features="words,recent,user_id")
-    assert {name: each.shape for name, each in both.items()} == {"embeddings": (1, 2, 16), "sequences": (1, 96)}
+    assert {name: value.shape for name, value in both.items()} == {"embeddings": (1, 2, 16), "sequences": (1, 96)}
     np.testing.assert_array_equal(both["sequences"][0], np.concatenate([words[[7]], items[[3, 4]]]).ravel())
     np.testing.assert_allclose(both["embeddings"][0], [users[1] + users[5], users[6] + users[2]], atol=1e-6)
     for name in both:
@@ -158,10 +158,10 @@ def test_a_line_of_json_is_answered_with_lists_of_rows(served: Served) -> None:
     asked = {"words": [[7], [], [8, 9]], "user_id": [[1], [2], []]}
     done = tbe_serve("lookup", "m", "--url", served.server.grpc, stdin=json.dumps(asked))
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [len(rows) for rows in found["words"]] == [1, 0, 2]
+    report = json.loads(done.stdout)
+    assert [len(rows) for rows in report["words"]] == [1, 0, 2]
     words = served.module.rows.embeddings["word"].weight.detach().numpy()
-    np.testing.assert_array_equal(np.array(found["words"][2], np.float32), words[[8, 9]])
+    np.testing.assert_array_equal(np.array(report["words"][2], np.float32), words[[8, 9]])
     table = tbe_serve("lookup", "m", "--url", served.server.grpc, "--table", stdin=json.dumps(asked))
     assert table.stdout.count("words") == 3
 

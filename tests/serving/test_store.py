@@ -320,9 +320,9 @@ def test_what_is_damaged_in_a_store_keeps_no_server_from_what_was_brought_before
 
 
 def release_says(model: Path) -> tuple[int, ...]:
-    found = read_release(model)
-    assert found is not None
-    return found.versions
+    release = read_release(model)
+    assert release is not None
+    return release.versions
 
 
 def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def test_under_load_all_answers_are_right_and_whatever_grows_stops(
     settings = ServingSettings(max_busy_ms=60_000)
     with serving(tmp_path, settings, samples=128, pooling_factor=5, publish=publish) as served:
         triton = psutil.Process(served.server.process.pid)
-        processes = {each: Held() for each in (triton, *triton.children(recursive=True))}
+        processes = {child: Held() for child in (triton, *triton.children(recursive=True))}
         for _ in range(ROUNDS):
             (run,) = served.load(clients=8, seconds=seconds)
             assert run.wrong == []

@@ -104,11 +104,14 @@ class Reader:
             for feature in features
         ]
         of_table = [
-            [tables[each["table"]]["dim"], tables[each["table"]]["weighted"] and "position_weights" not in each]
-            for each in features
+            [
+                tables[feature["table"]]["dim"],
+                tables[feature["table"]]["weighted"] and "position_weights" not in feature,
+            ]
+            for feature in features
         ]
         schema = [
-            [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
+            [[feature["name"], *of, *key] for feature, of, key in zip(features, of_table, shared, strict=True)],
             self.manifest["output_dtype"],
             *(["INT32"] if self.manifest.get("id_dtype") == "INT32" else []),
             *([self.names_of_scores] if self.manifest.get("dense_part") else []),
@@ -129,12 +132,12 @@ class Reader:
         ]
         outputs = [
             [
-                each["name"],
-                each["shape"],
-                *([each["key"]] if "key" in each else []),
-                *([[each["dtype"]]] if each.get("dtype", "FP32") != "FP32" else []),
+                output["name"],
+                output["shape"],
+                *([output["key"]] if "key" in output else []),
+                *([[output["dtype"]]] if output.get("dtype", "FP32") != "FP32" else []),
             ]
-            for each in part["outputs"]
+            for output in part["outputs"]
         ]
         fixed = sorted([key, length] for key, length in part.get("fixed_lengths", {}).items())
         together = part.get("together", [])
@@ -147,9 +150,9 @@ class Reader:
         found = self.lookup({key: request[key] for key in self.keys})
         samples = len(next(iter(request.values())))
         pooled = [
-            found[each["name"]]
-            for each in self.manifest["features"]
-            if self.tables[each["table"]]["pooling"] != "NONE"
+            found[feature["name"]]
+            for feature in self.manifest["features"]
+            if self.tables[feature["table"]]["pooling"] != "NONE"
         ]
         every = np.concatenate([np.empty((samples, 0), FLOATS[self.manifest["output_dtype"]]), *pooled], axis=1)
         given: dict[str, npt.NDArray[Any]] = {
@@ -183,7 +186,7 @@ class Reader:
         scores = forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
         for each, numbers in zip(part["outputs"], scores, strict=True):
             assert list(numbers.shape) == [ids[each["key"]] if "key" in each else samples, *each["shape"]]
-        return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], scores, strict=True)}
+        return {output["name"]: numbers.numpy() for output, numbers in zip(part["outputs"], scores, strict=True)}
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """{feature: [B, dim], of a sequence [n, dim]} for {key: bags} [5]."""
@@ -214,7 +217,7 @@ class Reader:
 
     def table_of(self, name: str) -> Any:
         """The table of a feature."""
-        return next(self.tables[each["table"]] for each in self.manifest["features"] if each["name"] == name)
+        return next(self.tables[feature["table"]] for feature in self.manifest["features"] if feature["name"] == name)
 
     def weights_of(self, feature: Any, bag: Bags | Any, sent: Any) -> Any:
         """The weights of a bag for one feature, where a request sends some or none [5]."""

@@ -70,7 +70,7 @@ def expected(bags: Mapping[str, Any], dense: Mapping[str, Any]) -> dict[str, Any
     if not bags["seen"]:
         return {"user": np.empty((0, DIM)), "score": np.empty(0), "odd": np.empty(0)}
     with torch.no_grad():
-        return {name: each.numpy() for name, each in MODULE(session_of(bags, dense)).items()}
+        return {name: value.numpy() for name, value in MODULE(session_of(bags, dense)).items()}
 
 
 def ask(random: np.random.Generator, samples: int, longest: int = LONGEST) -> Asked:
@@ -86,7 +86,7 @@ def ask(random: np.random.Generator, samples: int, longest: int = LONGEST) -> As
     }
     bags = {key: [[int(each) for each in bag] for bag in every] for key, every in bags.items()}
     return bags, {
-        "session.now": [NOW + int(each) for each in random.integers(0, 10**6, samples)],
+        "session.now": [NOW + int(number) for number in random.integers(0, 10**6, samples)],
         "session.times": bags_of(seen, lambda: NOW - int(random.integers(0, 10**6))),
         "session.paid": bags_of(seen, lambda: random.standard_normal(2).tolist()),
     }

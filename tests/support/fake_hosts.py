@@ -83,7 +83,7 @@ class FakeHost(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def answer(self, request: Any, context: Any) -> Any:
         """The correct response."""
-        parameters = {name: each.string_param for name, each in request.parameters.items()}
+        parameters = {name: parameter.string_param for name, parameter in request.parameters.items()}
         arrays = {
             each.name: np.frombuffer(raw, _INPUTS[each.datatype])
             for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)
@@ -111,7 +111,7 @@ class FakeHost(grpc.GenericRpcHandler):  # type: ignore[misc]
 @contextmanager
 def fake_hosts(router: Path) -> Iterator[Mapping[int, FakeHost]]:
     """The hosts of a router's bundle, by their number. All answer correctly until their behaviour is set."""
-    found = {each.host: FakeHost(path_of(router, each)) for each in open_bundle(router).manifest.hosts}
+    found = {host.host: FakeHost(path_of(router, host)) for host in open_bundle(router).manifest.hosts}
     servers = []
     for each in found.values():
         server = grpc.server(futures.ThreadPoolExecutor(8), handlers=[each], options=UNLIMITED)

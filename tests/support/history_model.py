@@ -95,7 +95,7 @@ def expected(
         return {name: np.zeros((0, *shape), np.float32) for name, shape in OUTPUTS.items()}
     with torch.no_grad():
         embeddings = module.pooled(kjt_of(pooled)).values().numpy().astype(np.float64)
-        rows = {name: each.to_dense() for name, each in module.rows(kjt_of(there)).items()}
+        rows = {name: row.to_dense() for name, row in module.rows(kjt_of(there)).items()}
     found: dict[str, Numbers] = {name: np.zeros((samples, *shape)) for name, shape in OUTPUTS.items()}
     for sample in range(samples):
         of = {name: _rows(rows[name][sample].numpy(), bags[name][sample]) for name in ("recent", "words")}

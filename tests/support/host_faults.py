@@ -94,7 +94,7 @@ class Faulty:
 
     def at(self, *relays: str) -> dict[int, list[str]]:
         """Both hosts at the same servers."""
-        return {host: [self.relays[each].address for each in relays] for host in (0, 1)}
+        return {host: [self.relays[relay].address for relay in relays] for host in (0, 1)}
 
     def tables_of(self, host: int) -> set[str]:
         """The tables that have rows on a host."""
@@ -114,7 +114,7 @@ class Faulty:
 def open_plan(version: Version) -> dict[str, set[int]]:
     """The hosts of each table."""
     plan = version.one.bundle.manifest.plan
-    return {name: {plan.ranks[each.rank].host for each in shards} for name, shards in plan.shards_by_table.items()}
+    return {name: {plan.ranks[shard.rank].host for shard in shards} for name, shards in plan.shards_by_table.items()}
 
 
 # A version that waits for its hosts for 8 s while it is loaded, not for 30 s.
@@ -229,8 +229,8 @@ def bags(features: Sequence[str], seed: int, samples: int = 3) -> dict[str, Any]
     """A request that needs every host of the tables that it asks for."""
     found = random_bags(np.random.default_rng(seed), SPECS, samples, features)
     tables = table_of(SPECS)
-    for name, each in found.items():
-        each[0] = [0, tables[name].rows - 1]
+    for name, value in found.items():
+        value[0] = [0, tables[name].rows - 1]
     return found
 
 

@@ -64,7 +64,7 @@ def plan_json(manifest: Manifest) -> str:
     tables = {
         name: {
             "sharding_type": manifest.plan.sharding[name].value,
-            "shards": [{"rank": each.rank, "rows": each.rows, "columns": each.columns} for each in shards],
+            "shards": [{"rank": shard.rank, "rows": shard.rows, "columns": shard.columns} for shard in shards],
         }
         for name, shards in manifest.plan.shards_by_table.items()
     }
@@ -96,7 +96,7 @@ def configure(model: Path, addresses: Mapping[int, Sequence[str]], *settings: st
     """Tell a router where its hosts are, which may take their time if `settings` do not say how long."""
     if "--shard-timeout-ms" not in settings:
         settings = (*settings, "--shard-timeout-ms", str(int(1000 * PATIENT_S)))
-    options = [part for host, found in addresses.items() for part in ("--host", f"{host}={','.join(found)}")]
+    options = [part for host, address in addresses.items() for part in ("--host", f"{host}={','.join(address)}")]
     done = tbe_serve("configure", str(model), *options, *settings)
     assert done.returncode == 0, done.stderr
 

@@ -45,7 +45,7 @@ def gives_huge_pages(folder: Path) -> bool:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             mapped.madvise(mmap.MADV_HUGEPAGE)
-            assert not any(mapped[at] for at in range(0, len(mapped), mmap.PAGESIZE))
+            assert not any(mapped[number] for number in range(0, len(mapped), mmap.PAGESIZE))
             found = huge_of(path) == 4 * HUGE_PAGE
     path.unlink()
     return found

@@ -147,5 +147,5 @@ def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.
 def seen_by(reader: "subprocess.Popen[str]") -> Mapping[str, Any]:
     """What a reader saw."""
     out, _ = reader.communicate(timeout=PATIENCE_S)
-    found: Mapping[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+    report: Mapping[str, Any] = json.loads(out.splitlines()[-1])
+    return report

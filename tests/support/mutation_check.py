@@ -50,7 +50,7 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
 
         given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
         before = [dict(_state(each)) for each in given]
-        configs = [each.example for each in (*args, *kwargs.values()) if hasattr(each, "example")]
+        configs = [arg.example for arg in (*args, *kwargs.values()) if hasattr(arg, "example")]
         example = [kwargs.get("example"), *configs]
         of_example = dict(example_state(example))
         try:

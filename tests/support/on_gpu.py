@@ -22,8 +22,8 @@ class OnGpu(Tensor):
         if func is Tensor.cpu:
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0].as_subclass(Tensor)
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(not isinstance(each, OnGpu) and each.dim() for each in tensors):
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(not isinstance(tensor, OnGpu) and tensor.dim() for tensor in tensors):
             raise RuntimeError("Expected all tensors to be on the same device")
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 

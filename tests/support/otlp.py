@@ -61,7 +61,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+    return {attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in attributes}
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class Pod:
     def probe(self, name: str) -> int | None:
         """Ask what a probe asks, as the kubelet does; the status. None: nobody listens."""
         probe, ports = self.server[name]["httpGet"], self.server["ports"]
-        (port,) = (each["containerPort"] for each in ports if each["name"] == probe["port"])
+        (port,) = (port["containerPort"] for port in ports if port["name"] == probe["port"])
         try:
             with urlopen(f"http://{self.address}:{port}{probe['path']}", timeout=5) as response:
                 status: int = response.status
@@ -142,7 +142,7 @@ def pods(base: Path, replicas: Mapping[str, int], volumes: Volumes, folder: Path
     rules = subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout
     assert json.loads(rules or "[]") == [], "expected a network of its own: make kube"
     names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
-    manifests = [each for name in names for each in yaml.safe_load_all((base / name).read_text())]
+    manifests = [document for name in names for document in yaml.safe_load_all((base / name).read_text())]
     found: dict[str, list[Pod]] = {}
     with ExitStack() as stack:
         stack.enter_context(_bridge())
@@ -164,12 +164,12 @@ def _pod(name: str, address: str, template: Any, volumes: Volumes, folder: Path)
     (server,) = template["spec"]["containers"]
     spec = copy.deepcopy(template["spec"]) | {"hostNetwork": True, "restartPolicy": "Never"}
     del spec["containers"][0]["ports"]  # podman would have them be the machine's
-    spec["volumes"] = [_folder_of(each, volumes, folder / name) for each in spec["volumes"]]
+    spec["volumes"] = [_folder_of(volume, volumes, folder / name) for volume in spec["volumes"]]
     # podman knows no subPath: the folder in the folder is a volume of its own, which is there already.
     for container in [*spec["initContainers"], *spec["containers"]]:
         for mount in container["volumeMounts"]:
             if sub := mount.pop("subPath", None):
-                (volume,) = [each for each in spec["volumes"] if each["name"] == mount["name"]]
+                (volume,) = [volume for volume in spec["volumes"] if volume["name"] == mount["name"]]
                 path = Path(volume["hostPath"]["path"])
                 for part in Path(sub).parts:  # what fills the volume may write to it
                     path /= part

@@ -45,12 +45,12 @@ def _watch(process: int, mark: str) -> None:
     killed_from = time.monotonic() + _GRACE_S
     while left := dict(_marked(f"{_MARK}={mark}".encode())):
         kills = time.monotonic() > killed_from
-        for each, parent in left.items():
+        for name, parent in left.items():
             # Whoever has a parent here is its to stop: models' processes are tritonserver's, that is `tbe-serve run`'s.
-            if kills or (each not in told and parent not in left):
-                told.add(each)
+            if kills or (name not in told and parent not in left):
+                told.add(name)
                 with suppress(OSError):
-                    os.kill(each, signal.SIGKILL if kills else signal.SIGTERM)
+                    os.kill(name, signal.SIGKILL if kills else signal.SIGTERM)
         time.sleep(_LOOKS_S)
     if not _is_running("tritonserver"):
         for folder in glob(_LEFT_BY_TRITON):

@@ -48,7 +48,7 @@ def _buffers(random: Random) -> dict[str, Tensor]:
         "cube": torch.from_numpy(random.random((2, DIM, 1))).float(),
         "repeats": torch.tensor(int(random.integers(1, 4))),
     }
-    return {name: each for name, each in every.items() if random.random() < 0.5}
+    return {name: value for name, value in every.items() if random.random() < 0.5}
 
 
 # What each buffer does to [B, DIM].
@@ -78,8 +78,8 @@ class Part(nn.Module):
         )
         self.ebc, self.head = collection(self.specs, seed=int(random.integers(1 << 30))), _layers(random)
         self.buffer_names = []
-        for name, each in _buffers(random).items():
-            self.register_buffer(name, each)
+        for name, buffer in _buffers(random).items():
+            self.register_buffer(name, buffer)
             self.buffer_names.append(name)
         if random.random() < 0.3:
             self.phases = nn.Parameter(torch.polar(torch.ones(DIM), torch.from_numpy(random.random(DIM)).float()))
@@ -194,7 +194,7 @@ def _nested(*names: str) -> Callable[[dict[str, Any], Path], Path]:
 
 
 def _safetensors(state: dict[str, Any], folder: Path) -> Path:
-    save_file({key: each.detach().clone() for key, each in state.items()}, folder / "w.safetensors")
+    save_file({key: value.detach().clone() for key, value in state.items()}, folder / "w.safetensors")
     return folder / "w.safetensors"
 
 
@@ -218,11 +218,11 @@ FORMS: Mapping[str, Form] = {
     "compiled within": Form(lambda module: (_compiled_within(module), ""), _nested("model")),
     "averaged": Form(lambda module: (_state(AveragedModel(module)), "module."), _torch),
     "Lightning": Form(
-        lambda module: ({f"model.{key}": each for key, each in module.state_dict().items()}, "model."),
+        lambda module: ({f"model.{key}": tensor for key, tensor in module.state_dict().items()}, "model."),
         _nested("state_dict"),
     ),
     "Lightning, compiled": Form(
-        lambda module: ({f"model._orig_mod.{key}": each for key, each in module.state_dict().items()}, "model._orig_mod."),
+        lambda module: ({f"model._orig_mod.{key}": tensor for key, tensor in module.state_dict().items()}, "model._orig_mod."),
         _nested("state_dict"),
     ),
     "safetensors": Form(lambda module: (_state(module), ""), _safetensors),

@@ -31,7 +31,7 @@ class Request:
         """Of `samples` samples, all of which have the first bags of some keys."""
 
         def all_have(bags: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-            return {key: each[:1] * samples if key in keys else each for key, each in bags.items()}
+            return {key: bag[:1] * samples if key in keys else bag for key, bag in bags.items()}
 
         return replace(self, bags=all_have(self.bags), times=all_have(self.times))
 

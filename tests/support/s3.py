@@ -72,11 +72,11 @@ def s3_server(folder: Path, host: str = "127.0.0.1") -> Iterator[S3]:
     with log.open("wb") as sink, subprocess.Popen(command, stderr=sink, stdout=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
-            while (found := re.search(rf"Running on (http://{host}:\d+)", log.read_text())) is None:
+            while (match := re.search(rf"Running on (http://{host}:\d+)", log.read_text())) is None:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
-            server = S3(found[1], log, process)
+            server = S3(match[1], log, process)
             server._client.create_bucket(Bucket=BUCKET)
             yield server
         finally:

@@ -147,7 +147,7 @@ def trained(module: nn.Module, steps: int = 3) -> nn.Module:
     for _ in range(steps):
         bags, dense = random_request(module, random, 32)
         answers = _answer(module.train(), bags, dense)
-        loss = sum((each - torch.rand_like(each)).square().mean() for each in answers.values())
+        loss = sum((answer - torch.rand_like(answer)).square().mean() for answer in answers.values())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -181,7 +181,7 @@ def own_scores(
 ) -> dict[str, npt.NDArray[np.float32]]:
     """What a model answers by itself, by the names that its scores are served by."""
     with torch.no_grad():
-        return {name: each.numpy() for name, each in _answer(module.eval(), bags, dense).items()}
+        return {name: value.numpy() for name, value in _answer(module.eval(), bags, dense).items()}
 
 
 def _answer(
@@ -190,7 +190,7 @@ def _answer(
     values, lengths = flat(bags)
     ids = KeyedJaggedTensor(list(bags), torch.from_numpy(values), lengths=torch.from_numpy(lengths))
     name = "ids" if "ids" in inspect.signature(module.forward).parameters else "sparse_features"
-    answer: Any = module(**{name: ids}, **{name: torch.from_numpy(each) for name, each in dense.items()})
+    answer: Any = module(**{name: ids}, **{name: torch.from_numpy(numbers) for name, numbers in dense.items()})
     if isinstance(answer, Tensor):
         return {"scores": answer}
     return dict(answer) if isinstance(answer, dict) else {f"scores_{n}": each for n, each in enumerate(answer)}

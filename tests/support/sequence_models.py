@@ -105,9 +105,9 @@ def check_together(lookup: Callable[[Any], Any], module: Mixed) -> None:
     for request, answer in zip(some, answers[48:51], strict=True):
         whole = answers[5]
         assert list(answer) == list(request)
-        for name, found in answer.items():
+        for name, value in answer.items():
             theirs = whole[name]
-            pairs = [(found.values, theirs.values)] if isinstance(found, JaggedRows) else [(found, theirs)]
+            pairs = [(value.values, theirs.values)] if isinstance(value, JaggedRows) else [(value, theirs)]
             for ours, expected in pairs:
                 np.testing.assert_array_equal(ours, expected)
     for refused in answers[51:]:

@@ -43,4 +43,6 @@ def ended(server: Running) -> tuple[int, str]:
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    return {each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    }

@@ -143,7 +143,7 @@ def lives(process: psutil.Process) -> bool:
 
 def shared_regions(process: psutil.Process) -> list[Path]:
     """The files in /dev/shm that a server shares with its models, as one of them has them mapped."""
-    return [path for each in process.memory_maps() if (path := Path(each.path)).parent == Path("/dev/shm")]
+    return [path for mapping in process.memory_maps() if (path := Path(mapping.path)).parent == Path("/dev/shm")]
 
 
 GATE = """
@@ -373,7 +373,7 @@ def running(
             line = process.stdout.readline()
             assert line, f"it did not start: {process.stderr.read()}"
             said = json.loads(line)
-            hosts = tuple(each["grpc"] for each in said.get("hosts", ()))
+            hosts = tuple(host["grpc"] for host in said.get("hosts", ()))
             yield Running(process, said["grpc"], said["http"], said["operations"], hosts)
         finally:
             process.terminate()

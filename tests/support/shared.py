@@ -52,7 +52,9 @@ def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], An
         name, *_ = dense
         shared.append(name)
         dense = {**dense, name: user_dense[name]}
-    spread = {name: np.repeat(each, samples, axis=0) if name in shared else each for name, each in dense.items()}
+    spread = {
+        name: np.repeat(numbers, samples, axis=0) if name in shared else numbers for name, numbers in dense.items()
+    }
     return {**bags, key: user[key]}, dense, shared, own_scores(module, whole, spread)
 
 

@@ -62,7 +62,7 @@ class Model(nn.Module):
 def train(rank: int, folder: str, meeting: str) -> None:
     with process_group(rank, meeting):
         dmp = _sharded()
-        everywhere = [each for name, each in dmp.named_parameters() if "everywhere" in name or "dense" in name]
+        everywhere = [tensor for name, tensor in dmp.named_parameters() if "everywhere" in name or "dense" in name]
         # Its weight decay changes every row at each step.
         dense = torch.optim.AdamW(everywhere, lr=0.1, weight_decay=0.1)
         _save(dmp, folder, "before")
@@ -130,7 +130,7 @@ def _learn(dmp: DistributedModelParallel, dense: torch.optim.Optimizer, random: 
 
 def _expect_an_error_everywhere(dmp: DistributedModelParallel, repository: Path) -> None:
     """A row becomes NaN, and one process finds out: both are told. When it is as before, nothing is published."""
-    rows = next(each for name, each in dmp.named_parameters() if "everywhere" in name)
+    rows = next(tensor for name, tensor in dmp.named_parameters() if "everywhere" in name)
     with stream_deltas(dmp, repository, "m") as stream, torch.no_grad():
         kept = rows[:1].clone()
         rows[:1] = torch.nan

@@ -195,9 +195,9 @@ def lengths_in_place(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 def truncated(_: Any, keyed: Keyed, *__: Any) -> Keyed:
     kept = {}
-    for key, each in keyed.to_dict().items():
-        padded = each.to_padded_dense(3)
-        lengths = each.lengths().clamp(max=3)
+    for key, tensor in keyed.to_dict().items():
+        padded = tensor.to_padded_dense(3)
+        lengths = tensor.lengths().clamp(max=3)
         kept[key] = JaggedTensor(padded[torch.arange(3) < lengths.unsqueeze(1)].long(), lengths=lengths)
     return Keyed.from_jt_dict(kept)
 

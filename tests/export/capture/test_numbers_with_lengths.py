@@ -145,11 +145,11 @@ def call(lengths: Lengths, ways: Mapping[str, Any], seed: int) -> tuple[dict[str
         lengths=torch.cat([as_tensor[key] for key in KEYS]),
     )
     own = {
-        name: JaggedTensor(torch.from_numpy(each), lengths=as_tensor[name.removeprefix("of_")].clone())
-        for name, each in numbers.items()
+        name: JaggedTensor(torch.from_numpy(number), lengths=as_tensor[name.removeprefix("of_")].clone())
+        for name, number in numbers.items()
     }
     features = {key: (ids[key], as_tensor[key].numpy()) for key in KEYS}
-    return features, {f"numbers.{name}": each for name, each in numbers.items()}, (keyed, own)
+    return features, {f"numbers.{name}": number for name, number in numbers.items()}, (keyed, own)
 
 
 def drawn(random: np.random.Generator, samples: int, *, are_equal: bool) -> Lengths:

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_said_and_the_rest_is_measured(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "data_parallel on 2 ranks, int8: table 'a'" in done.output
     study = json.loads((tmp_path / "out" / "study.json").read_text())
-    assert [each["error"] is None for each in study["placements"]] == [False, True]
+    assert [placement["error"] is None for placement in study["placements"]] == [False, True]
     assert "not possible: " in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -140,16 +140,16 @@ def test_pods_of_a_live_model_mount_its_deltas_and_have_room_for_the_copy(tmp_pa
     assert "m: weights-memory: is 'live': say where its deltas are, --deltas-claim" in done.stderr
     assert tbe_export("manifests", str(bundle), *given(out), "--deltas-claim", "deltas").exit_code == 0
     (deployment,) = (
-        each
+        document
         for path in out.glob("*.yaml")
-        for each in yaml.safe_load_all(path.read_text())
-        if each and each["kind"] == "Deployment"
+        for document in yaml.safe_load_all(path.read_text())
+        if document and document["kind"] == "Deployment"
     )
     pod = deployment["spec"]["template"]["spec"]
     (server,) = pod["containers"]
     assert "--deltas=/deltas" in server["args"]
     assert {"name": "deltas", "mountPath": "/deltas", "readOnly": True} in server["volumeMounts"]
-    volumes = {each["name"]: each for each in pod["volumes"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["deltas"]["persistentVolumeClaim"] == {"claimName": "deltas", "readOnly": True}
-    (instance_mib,) = (int(each.partition("=")[2]) for each in server["args"] if each.startswith("--shm-mib="))
+    (instance_mib,) = (int(arg.partition("=")[2]) for arg in server["args"] if arg.startswith("--shm-mib="))
     assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == f"{2 * instance_mib + 4}Mi"

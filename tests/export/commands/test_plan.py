@@ -26,7 +26,7 @@ def test_plan_shows_bytes_and_traffic_and_writes_nothing(tmp_path: Path) -> None
     report = json.loads(tbe_export(*PLAN, *arguments, "--pooling-factor", "user=10", "--json").stdout)
     rank = report["ranks"][1]
     assert (rank["bytes"], rank["bytes_in"], rank["bytes_out"]) == (stored, ids + lengths, sums)
-    assert [each["host"] for each in report["ranks"]] == [0, 0, 1, 1]
+    assert [rank["host"] for rank in report["ranks"]] == [0, 0, 1, 1]
     # 28.0 kB of 67 kB, four times: it is said, and what a rank was taken to hold.
     assert report["table_bytes"] == 500 * 20 + 300 * 36 + 20 * 12 + 1000 * 28
     copies, assumed = report["notes"]
@@ -104,7 +104,7 @@ def test_a_router_s_plan_says_who_sends_what_to_whom(tmp_path: Path) -> None:
         (0, 2_000_000),
         (1, 2_000_000),
     ]
-    assert {(each["host"], each["table"]) for each in report["transfers"]} == {
+    assert {(transfer["host"], transfer["table"]) for transfer in report["transfers"]} == {
         (host, table) for host in (0, 1) for table in ("word", "item")
     }
 

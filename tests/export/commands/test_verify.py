@@ -44,7 +44,7 @@ def test_verify_compares_the_copies_of_a_table(repository: Path, tmp_path: Path)
     bundle = Path(shutil.copytree(repository / "sharded" / "1", tmp_path / "1"))
     assert tbe_export("verify", str(bundle)).exit_code == 0
     manifest = json.loads((bundle / "manifest.json").read_text())
-    (copy,) = [each for each in manifest["plan"]["shards"] if (each["table"], each["rank"]) == ("genre", 2)]
+    (copy,) = [shard for shard in manifest["plan"]["shards"] if (shard["table"], shard["rank"]) == ("genre", 2)]
     content = bytearray((bundle / "weights.2.bin").read_bytes())
     content[copy["offset_bytes"] + 7 * 2 * 8] ^= 1  # FP16 of dim 8: row 7
     (bundle / "weights.2.bin").write_bytes(content)

@@ -32,7 +32,11 @@ _EXPORT = ("--model", "no.such:module", "--repository", "r", "--name", "m")
 
 
 def _export_names() -> list[str]:
-    return [str(each.callback.__name__).replace("_", "-") for each in export_app.registered_commands if each.callback]
+    return [
+        str(command.callback.__name__).replace("_", "-")
+        for command in export_app.registered_commands
+        if command.callback
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,7 @@ _LIGHT: dict[tuple[str, ...], int] = dict(
 @pytest.fixture(scope="module")
 def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Any]:
     """Of each command: its code, its exception, what it said, and what it imported."""
-    typed = [[each.replace("MODEL", str(model)) for each in arguments] for arguments in _LIGHT]
+    typed = [[argument.replace("MODEL", str(model)) for argument in arguments] for arguments in _LIGHT]
     said = subprocess.run(
         [sys.executable, "-c", _RUN_EACH],
         cwd=tmp_path_factory.mktemp("commands"),
@@ -132,7 +136,7 @@ def client_only(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
     }
     names = {"REPOSITORY": str(model.parent), "MODEL": str(model)}
     typed = [
-        [*command, *(re.sub("REPOSITORY|MODEL", lambda found: names[found[0]], each) for each in arguments)]
+        [*command, *(re.sub("REPOSITORY|MODEL", lambda found: names[found[0]], argument) for argument in arguments)]
         for command, arguments in commands.items()
     ]
     root = str(Path(__file__).parents[3])
@@ -183,5 +187,5 @@ def test_every_command_is_run_in_a_client_only_install() -> None:
     light = {"inspect", "push", "release", "prune"}  # run above, with what needs no torch
     assert _NEEDS_TORCH.keys() | light == set(_export_names())
     assert _SERVING.keys() == {
-        each.callback.__name__.replace("_", "-") for each in serving_app.registered_commands if each.callback
+        command.callback.__name__.replace("_", "-") for command in serving_app.registered_commands if command.callback
     }

@@ -75,53 +75,53 @@ def page(report: Path) -> Iterator[Page]:
 def test_every_strategy_is_placed_and_measured(study: Any) -> None:
     placements = study["placements"]
     assert len(placements) == 2 * 2 * 10
-    assert all(each["error"] is None for each in placements)
-    for each in placements:
+    assert all(placement["error"] is None for placement in placements)
+    for placement in placements:
         for name in ("latency_s", "one_rank_s", "over_one_rank", "side_by_side_over_one_rank"):
-            assert 0 < each[name]["low"] <= each[name]["median"] <= each[name]["high"]
-        assert each["latency_s"]["median"] <= each["latency_p99_s"]
-        assert each["samples_per_s"] == pytest.approx(16 / each["latency_s"]["median"])
-        assert each["split_s"] > 0
-        assert each["slowest_rank_s"] > 0
-        assert each["merge_s"] > 0
-        assert len(each["rank_bytes"]) == len(each["traffic"]) == each["ranks"]
-        if each["strategy"] not in ("mixed", "auto", "auto-simple"):
-            assert set(each["sharding"].values()) == {each["strategy"]}
-        if each["strategy"] == "data_parallel":
-            assert np.sum(each["traffic"]) == 0
+            assert 0 < placement[name]["low"] <= placement[name]["median"] <= placement[name]["high"]
+        assert placement["latency_s"]["median"] <= placement["latency_p99_s"]
+        assert placement["samples_per_s"] == pytest.approx(16 / placement["latency_s"]["median"])
+        assert placement["split_s"] > 0
+        assert placement["slowest_rank_s"] > 0
+        assert placement["merge_s"] > 0
+        assert len(placement["rank_bytes"]) == len(placement["traffic"]) == placement["ranks"]
+        if placement["strategy"] not in ("mixed", "auto", "auto-simple"):
+            assert set(placement["sharding"].values()) == {placement["strategy"]}
+        if placement["strategy"] == "data_parallel":
+            assert np.sum(placement["traffic"]) == 0
 
 
 def test_ranks_hold_the_bytes_of_their_shards(study: Any) -> None:
     floats = {"item <b>&": (20_000, 64), "query": (5_000, 32), "country": (200, 16)}
     row_bytes = {"int8": lambda dim: dim + 4, "int4": lambda dim: dim // 2 + 4}
-    for each in study["placements"]:
+    for placement in study["placements"]:
         for name, (rows, dim) in floats.items():
-            held = sum(rank.get(name, 0) for rank in each["rank_bytes"])
-            whole = rows * row_bytes[each["dtype"]](dim)
-            kind = each["sharding"][name]
+            held = sum(rank.get(name, 0) for rank in placement["rank_bytes"])
+            whole = rows * row_bytes[placement["dtype"]](dim)
+            kind = placement["sharding"][name]
             if kind in ("table_wise", "row_wise", "table_row_wise"):
                 assert held == whole
             elif kind == "data_parallel":
-                assert held == whole * each["ranks"]
+                assert held == whole * placement["ranks"]
             else:
                 assert whole <= held <= 2 * whole  # a scale and a bias for each block of columns
 
 
 def test_mixed_is_what_is_recommended(study: Any) -> None:
-    advice = {name: each["sharding_type"] for name, each in study["recommendations"].items()}
+    advice = {name: recommendation["sharding_type"] for name, recommendation in study["recommendations"].items()}
     (mixed,) = (
-        each
-        for each in study["placements"]
-        if (each["strategy"], each["ranks"], each["dtype"]) == ("mixed", 4, "int8")
+        placement
+        for placement in study["placements"]
+        if (placement["strategy"], placement["ranks"], placement["dtype"]) == ("mixed", 4, "int8")
     )
     assert mixed["sharding"] == advice
 
 
 def test_errors_are_those_of_the_dtypes(study: Any) -> None:
     for table in study["tables"].values():
-        dtypes = {each["dtype"]: each for each in table["dtypes"]}
+        dtypes = {dtype["dtype"]: dtype for dtype in table["dtypes"]}
         assert list(dtypes) == ["int2", "int4", "int8", "fp16", "fp32"]
-        errors = [each["largest_error"] for each in dtypes.values()]
+        errors = [dtype["largest_error"] for dtype in dtypes.values()]
         assert errors == sorted(errors, reverse=True)
         assert (dtypes["fp32"]["largest_error"], dtypes["fp32"]["cosine"]) == (0, 1)
         assert dtypes["int8"]["largest_error"] < 0.5 / 255  # rows of normal numbers of 0.05: a range below 0.5
@@ -180,7 +180,7 @@ def test_text_of_figures_can_be_read_on_any_screen(page: Page, width: int) -> No
     for name, shown, source in page.eval_on_selector_all("img", DRAWN):
         svg = base64.b64decode(source.partition(",")[2]).decode()
         drawn = float(re.findall(r'viewBox="0 0 ([0-9.]+)', svg)[0])
-        sizes = [float(each) for each in re.findall(r"font-size: ([0-9.]+)px", svg)]
+        sizes = [float(match) for match in re.findall(r"font-size: ([0-9.]+)px", svg)]
         assert sizes, name
         assert min(sizes) * shown / drawn >= 8, name
 
@@ -240,7 +240,7 @@ def test_no_more_is_recommended_than_was_measured(
     study: Any, placements: list[Placement], fastest: list[str], said: str
 ) -> None:
     verdicts = judge(placements)
-    assert [each.fastest for each in verdicts] == [fastest] * 2
+    assert [verdict.fastest for verdict in verdicts] == [fastest] * 2
     found = msgspec.structs.replace(msgspec.convert(study, Study), placements=placements, verdicts=verdicts)
     assert f"On 4 ranks {said}" in list(findings(found))
 

@@ -49,13 +49,15 @@ def fleet(request: pytest.FixtureRequest, published: Path) -> Fleet:
 
 def objects(files: dict[str, str]) -> list[Any]:
     """All objects for Kubernetes; kustomize's own files are for kubectl."""
-    found = [each for text in files.values() for each in yaml.safe_load_all(text)]
+    found = [document for text in files.values() for document in yaml.safe_load_all(text)]
     return [each for each in found if "kustomize" not in each["apiVersion"]]
 
 
 def workloads(files: dict[str, str]) -> dict[str, Any]:
     return {
-        each["metadata"]["name"]: each for each in objects(files) if each["kind"] in ("Deployment", "StatefulSet")
+        resource["metadata"]["name"]: resource
+        for resource in objects(files)
+        if resource["kind"] in ("Deployment", "StatefulSet")
     }
 
 
@@ -84,13 +86,13 @@ def test_a_wrong_object_would_be_noticed(published: Path) -> None:
 
 def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, options: PodOptions) -> None:
     files = base_files(fleet, Replicas(), options)
-    config_maps = {each["metadata"]["name"] for each in objects(files) if each["kind"] == "ConfigMap"}
+    config_maps = {resource["metadata"]["name"] for resource in objects(files) if resource["kind"] == "ConfigMap"}
     for workload in workloads(files).values():
         pod = workload["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in pod["volumes"]}
         containers = [*pod["initContainers"], *pod["containers"]]
-        assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
-        assert config_maps == {each["configMap"]["name"] for each in pod["volumes"] if "configMap" in each}
+        assert {mount["name"] for container in containers for mount in container["volumeMounts"]} == volumes
+        assert config_maps == {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
         for container in containers:
             security = container["securityContext"]
             assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (True, {"drop": ["ALL"]})
@@ -100,8 +102,10 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, opt
                 is_given = mount["name"] in ("source", "tls", "hosts-tls", "trusted-keys")
                 assert mount.get("readOnly", False) or not is_given
         # Of folders, which change with their Secret. A file that is mounted alone does not.
-        secrets = {each["name"] for each in pod["volumes"] if "secret" in each}
-        mounts = [mount for each in containers for mount in each["volumeMounts"] if mount["name"] in secrets]
+        secrets = {volume["name"] for volume in pod["volumes"] if "secret" in volume}
+        mounts = [
+            mount for container in containers for mount in container["volumeMounts"] if mount["name"] in secrets
+        ]
         assert bool(mounts) == (not options.insecure)
         assert not any("subPath" in mount for mount in mounts)
         # A file that an argument names is in a folder that is mounted.
@@ -113,32 +117,40 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, opt
 def test_a_pod_sees_no_model_but_its_own(fleet: Fleet, options: PodOptions) -> None:
     for member in (fleet.front, *fleet.hosts):
         workload = workloads(base_files(fleet, Replicas(), options))[member.name]
-        (mount,) = [each for each in server_of(workload)["volumeMounts"] if each["name"] == "repository"]
+        (mount,) = [mount for mount in server_of(workload)["volumeMounts"] if mount["name"] == "repository"]
         folder = "models/" if options.store else ""
         assert (mount["mountPath"], mount["subPath"]) == (f"/repository/{member.model}", f"{folder}{member.model}")
         assert mount["readOnly"] is True
-        copies = [each for each in workload["spec"]["template"]["spec"]["initContainers"] if each["name"] == "copy"]
+        copies = [
+            container
+            for container in workload["spec"]["template"]["spec"]["initContainers"]
+            if container["name"] == "copy"
+        ]
         assert len(copies) == options.copy
         for copy in copies:
-            assert {each["name"]: each.get("subPath") for each in copy["volumeMounts"]}["source"] == member.model
-        pulls = [each for each in workload["spec"]["template"]["spec"]["initContainers"] if each["name"] == "pull"]
+            assert {mount["name"]: mount.get("subPath") for mount in copy["volumeMounts"]}["source"] == member.model
+        pulls = [
+            container
+            for container in workload["spec"]["template"]["spec"]["initContainers"]
+            if container["name"] == "pull"
+        ]
         assert len(pulls) == (options.store is not None)
         for pull in pulls:
             command = f"tbe-serve pull {STORE} /pulled/models --model={member.model} --serve={member.model}=1"
             assert pull["command"] == ["sh", "-ec", command]
-            assert {each["name"]: each["mountPath"] for each in pull["volumeMounts"]}["repository"] == "/pulled"
+            assert {mount["name"]: mount["mountPath"] for mount in pull["volumeMounts"]}["repository"] == "/pulled"
 
 
 def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:
     files = base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models"))
-    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(files).items()}
+    labels = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(files).items()}
 
     def selected(selector: dict[str, str]) -> set[str]:
-        return {name for name, each in labels.items() if selector.items() <= each.items()}
+        return {name for name, label in labels.items() if selector.items() <= label.items()}
 
-    for each in objects(files):
-        name, spec = each["metadata"]["name"], each["spec"]
-        match each["kind"]:
+    for resource in objects(files):
+        name, spec = resource["metadata"]["name"], resource["spec"]
+        match resource["kind"]:
             case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
                 assert selected(spec["selector"]["matchLabels"]) == {name}
             case "Service":
@@ -149,8 +161,8 @@ def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:
                 assert spec["scaleTargetRef"]["name"] == fleet.front.name == name
             case "PodMonitor":
                 assert selected(spec["selector"]["matchLabels"]) == labels.keys()
-    stateful = {name: each for name, each in workloads(files).items() if each["kind"] == "StatefulSet"}
-    assert {name: each["spec"]["serviceName"] for name, each in stateful.items()} == {
+    stateful = {name: workload for name, workload in workloads(files).items() if workload["kind"] == "StatefulSet"}
+    assert {name: value["spec"]["serviceName"] for name, value in stateful.items()} == {
         host.name: host.name for host in fleet.hosts
     }
 
@@ -158,8 +170,12 @@ def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:
 def test_routers_alone_reach_hosts_and_hosts_reach_nobody(published: Path) -> None:
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
     files = base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models"))
-    policies = {each["metadata"]["name"]: each["spec"] for each in objects(files) if each["kind"] == "NetworkPolicy"}
-    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(files).items()}
+    policies = {
+        resource["metadata"]["name"]: resource["spec"]
+        for resource in objects(files)
+        if resource["kind"] == "NetworkPolicy"
+    }
+    labels = {name: workload["spec"]["template"]["metadata"]["labels"] for name, workload in workloads(files).items()}
     for host in fleet.hosts:
         lookups, metrics = policies[host.name]["ingress"]
         assert lookups["from"] == [{"podSelector": {"matchLabels": labels["movies-v2"]}}]
@@ -178,7 +194,7 @@ def test_routers_alone_reach_hosts_and_hosts_reach_nobody(published: Path) -> No
 def test_replicas_of_a_host_are_on_nodes_of_their_own(published: Path) -> None:
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas(of_hosts=2, of_host={1: 3}))
     found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
-    replicas = {name: each["spec"].get("replicas") for name, each in found.items()}
+    replicas = {name: value["spec"].get("replicas") for name, value in found.items()}
     # The autoscaler's own: what is applied again would set it back.
     assert replicas == {"movies-v2": None, "movies-v2-host-0": 2, "movies-v2-host-1": 3}
     for host in fleet.hosts:
@@ -227,7 +243,7 @@ def test_memory_is_that_of_the_plan(published: Path) -> None:
         weights = published / member.model / "1" / "weights.0.bin"
         assert member.weights_bytes == weights.stat().st_size
     found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
-    large = {name: server_of(each)["resources"] for name, each in found.items()}
+    large = {name: server_of(value)["resources"] for name, value in found.items()}
     assert all(each["requests"]["memory"].endswith("Mi") for each in large.values())
     for each in large.values():
         assert int(each["requests"]["memory"][:-2]) < int(each["limits"]["memory"][:-2])
@@ -272,7 +288,7 @@ def test_hosts_ask_for_a_certificate_which_routers_have(published: Path) -> None
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
     found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
     router = found["movies-v2"]["spec"]["template"]["spec"]
-    secrets = {each["name"]: each["secret"]["secretName"] for each in router["volumes"] if "secret" in each}
+    secrets = {volume["name"]: volume["secret"]["secretName"] for volume in router["volumes"] if "secret" in volume}
     assert secrets == {"tls": "movies-v2-tls", "hosts-tls": "movies-v2-hosts-client-tls"}
     assert "--tls-client-ca=/tls/ca.crt" not in server_of(found["movies-v2"])["args"]
     (waits,) = router["initContainers"]
@@ -293,7 +309,7 @@ def test_pods_are_as_many_as_cores_or_the_wait_of_requests_ask_for(published: Pa
         every = objects(base_files(fleet, Replicas(**numbers), PodOptions(image=IMAGE, claim="models")))  # type: ignore[arg-type]
         (scaler,) = (each for each in every if each["kind"] == "HorizontalPodAutoscaler")
         kubernetes_validate.validate(scaler, VERSIONS[-1], strict=True)
-        return [str(each.get("pods", each.get("resource"))) for each in scaler["spec"]["metrics"]]
+        return [str(metric.get("pods", metric.get("resource"))) for metric in scaler["spec"]["metrics"]]
 
     (cores,) = metrics()
     _, wait = metrics(queue_ms=5)

@@ -53,9 +53,9 @@ def test_one_process_answers_for_all_bundles_of_an_export(tmp_path: Path) -> Non
         for bundle in (whole, cut):
             probe = make_probe(open_bundle(bundle).manifest, {})
             expected = Engine.open(bundle).outputs(probe)
-            found = fresh.outputs(bundle, probe)
-            assert {name: each.tobytes() for name, each in found.items()} == {
-                name: each.tobytes() for name, each in expected.items()
+            outputs = fresh.outputs(bundle, probe)
+            assert {name: value.tobytes() for name, value in outputs.items()} == {
+                name: value.tobytes() for name, value in expected.items()
             }
         with pytest.raises(ParityError, match=r"a fresh process could not answer from it:\n(.|\n)*not there"):
             fresh.outputs(tmp_path / "not there", probe)

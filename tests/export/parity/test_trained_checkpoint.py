@@ -45,14 +45,18 @@ def moved(build: Callable[[], nn.Module]) -> nn.Module:
 def numbers(manifest: Manifest) -> Any:
     """All parity of a bundle."""
     part = manifest.dense_part
-    return msgspec.to_builtins([manifest.parity, None if part is None else [each.parity for each in part.outputs]])
+    return msgspec.to_builtins(
+        [manifest.parity, None if part is None else [output.parity for output in part.outputs]]
+    )
 
 
 def is_measured(manifest: Manifest) -> set[bool]:
     found = [each.trained is not None for each in manifest.parity]
     if manifest.dense_part is not None:
-        found += [each.parity.trained is not None for each in manifest.dense_part.outputs]
-        found += [each.parity.auc.trained is not None for each in manifest.dense_part.outputs if each.parity.auc]
+        found += [output.parity.trained is not None for output in manifest.dense_part.outputs]
+        found += [
+            output.parity.auc.trained is not None for output in manifest.dense_part.outputs if output.parity.auc
+        ]
     return {*found}
 
 
@@ -95,7 +99,7 @@ def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
         config = replace(config, labelled=labelled(tmp_path))
     expected = open_bundle(export_model(trained, tmp_path / "r", "own", config, example=example)).manifest
     save_dcp(
-        {f"model.{key}": each for key, each in trained.state_dict().items()},
+        {f"model.{key}": tensor for key, tensor in trained.state_dict().items()},
         checkpoint_id=tmp_path / "saved",
         no_dist=True,
     )
@@ -105,15 +109,15 @@ def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
             for part in other.get_submodule(collection).modules():
                 held: dict[str, Any] = part._parameters
                 held |= {
-                    name: None if each is None else nn.Parameter(each.to("meta"), False)
-                    for name, each in held.items()
+                    name: None if value is None else nn.Parameter(value.to("meta"), False)
+                    for name, value in held.items()
                 }
-    before = {name: each.clone() for name, each in other.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     bundle = export_model(other, tmp_path / "r", "saved", config, example=example, checkpoint=tmp_path / "saved")
     assert numbers(open_bundle(bundle).manifest) == numbers(expected)
     assert is_measured(expected) == {True}
-    for name, each in other.state_dict().items():
-        assert each.is_meta or torch.equal(each, before[name])
+    for name, tensor in other.state_dict().items():
+        assert tensor.is_meta or torch.equal(tensor, before[name])
 
 
 def compared(bundle: Path, folder: Path, **options: Any) -> Verification:
@@ -156,7 +160,7 @@ def test_scores_are_as_large_where_the_model_is_not_run(tmp_path: Path) -> None:
         bundle = export_model(ranker(), tmp_path / "r", "m", config, checkpoint=tmp_path / "saved")
         part = open_bundle(bundle).manifest.dense_part
         assert part is not None
-        scales.append([each.parity.scale for each in part.outputs])
+        scales.append([output.parity.scale for output in part.outputs])
     assert scales[0] == pytest.approx(scales[1], rel=1e-5)
 
 
@@ -188,8 +192,8 @@ def test_an_export_that_cannot_run_the_model_ends_with_the_command_that_does(tmp
     assert program == "tbe-export"
     done = tbe_export(*command, "--json")
     assert (done.exit_code, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    like, both = (each["parity"] for each in found["dense_part"]["outputs"])
-    assert all(each["trained"] is not None for each in found["tables"])
+    report = json.loads(done.stdout)
+    like, both = (output["parity"] for output in report["dense_part"]["outputs"])
+    assert all(table["trained"] is not None for table in report["tables"])
     assert 0 <= like["auc"]["trained"] <= 1
     assert 0 < both["trained"] < 1

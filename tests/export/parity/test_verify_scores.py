@@ -78,8 +78,8 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
     done = tbe_export("verify", str(bundle), *GIVEN, "--json")
     assert (done.exit_code, done.stderr) == (0, "")
     outputs = json.loads(done.stdout)["dense_part"]["outputs"]
-    assert [each["name"] for each in outputs] == ["like", "both"]
-    assert all(0 < each["parity"]["trained_mean"] <= each["parity"]["trained"] < 0.1 for each in outputs)
+    assert [output["name"] for output in outputs] == ["like", "both"]
+    assert all(0 < output["parity"]["trained_mean"] <= output["parity"]["trained"] < 0.1 for output in outputs)
 
     said = refused(bundle, "--model", "tests.export.parity.test_verify_scores:other_head")
     assert said.startswith("tbe-export: output 'like': differs by ")

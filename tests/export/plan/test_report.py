@@ -26,7 +26,7 @@ def test_each_rank_is_reported_with_what_it_holds_and_can_hold(as_models: bool) 
     report = report_plan(manifest, sharding)
     tables = {table.name: table for table in manifest.tables}
     assert report.batch_size == 7
-    assert {name: (each.rows, each.dim, each.dtype) for name, each in report.tables.items()} == {
+    assert {name: (table.rows, table.dim, table.dtype) for name, table in report.tables.items()} == {
         name: (table.rows, table.dim, table.dtype) for name, table in tables.items()
     }
     total = sum(tables[shard.table].shard_bytes(shard) for shard in manifest.plan.shards)

@@ -103,14 +103,14 @@ def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: O
     bags: dict[str, Any] = {"u": [row_id[:4] for row_id in ids], "seen": ids, "liked": ids, "visited": ids}
     with fleet(tmp_path, router) as served, Engine.open(served.bundle, served.hosts) as engine:
         counts = engine.ranks.counts
-        before = {host: (each.bytes_out, each.bytes_in, each.calls) for host, each in counts.items()}
+        before = {host: (count.bytes_out, count.bytes_in, count.calls) for host, count in counts.items()}
         engine.lookup(bags)
-        for host, each in counts.items():
+        for host, count in counts.items():
             bytes_out, bytes_in, calls = before[host]
             to_host, to_router = total(planned[host])
-            assert each.bytes_in - bytes_in == to_router
+            assert count.bytes_in - bytes_in == to_router
             # What gRPC's messages add to their tensors.
-            assert 0 < each.bytes_out - bytes_out - to_host < 400 * (each.calls - calls)
+            assert 0 < count.bytes_out - bytes_out - to_host < 400 * (count.calls - calls)
 
 
 def test_router_takes_tables_that_save_most_traffic() -> None:

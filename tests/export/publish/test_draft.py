@@ -155,9 +155,9 @@ def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_pa
     command = [sys.executable, "-m", "tests.support.killed_exports", str(tmp_path), str(times)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["drafts"] >= times // 5
-    assert found["left"] == []
+    report = json.loads(done.stdout)
+    assert report["drafts"] >= times // 5
+    assert report["left"] == []
 
 
 @pytest.mark.long

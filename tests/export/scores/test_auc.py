@@ -78,7 +78,7 @@ def auc_of_output(bundle: Path, name: str = "scores") -> Any:
     """A LabelledAuc, or None."""
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
-    (aucs,) = (each.parity.auc for each in part.outputs if each.name == name)
+    (aucs,) = (output.parity.auc for output in part.outputs if output.name == name)
     return aucs
 
 

@@ -50,7 +50,9 @@ def random_steps(random: np.random.Generator, *, writes: bool) -> fx.GraphModule
                 parts = graph.call_function(target, (node,), {"split_size_or_sections": sizes, "dim": 1})
             else:
                 parts = graph.call_function(target, (node, sizes), {"dim": 1})
-            pieces = [(graph.call_function(operator.getitem, (parts, at)), size) for at, size in enumerate(sizes)]
+            pieces = [
+                (graph.call_function(operator.getitem, (parts, number)), size) for number, size in enumerate(sizes)
+            ]
             pool += pieces
             if random.random() < 0.7:
                 joined = graph.call_function(torch.cat, ([piece for piece, _ in pieces],), {"dim": -1})

@@ -71,8 +71,8 @@ class Plain(nn.Module):
 
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
         numbers: Tensor = self.norm(self.over(embeddings["f0"])).relu().softmax(1)
-        for each in embeddings.values():
-            numbers = numbers + each[:, :8]
+        for embedding in embeddings.values():
+            numbers = numbers + embedding[:, :8]
         return numbers
 
 

@@ -156,8 +156,8 @@ def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
     module = dlrm()
     module.over_arch.register_forward_hook(lambda _, __, answer: answer + 1)
     bags, dense = random_request(module, np.random.default_rng(0), 5)
-    found = Engine.open(export_model(module, tmp_path, "m", EXACT)).score(bags, dense)
-    np.testing.assert_allclose(found["scores"], own_scores(module, bags, dense)["scores"], rtol=0, atol=1e-5)
+    scores = Engine.open(export_model(module, tmp_path, "m", EXACT)).score(bags, dense)
+    np.testing.assert_allclose(scores["scores"], own_scores(module, bags, dense)["scores"], rtol=0, atol=1e-5)
     layer = next(item for item in module.over_arch.modules() if isinstance(item, nn.Linear))
     layer.register_forward_hook(lambda _, __, answer: answer + 1)
     with pytest.raises((ParityError, ModelError), match=r"compiled"):

@@ -84,7 +84,7 @@ def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path
             assert {*answer[name].tolist()} <= {*model.names.tolist()}
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
-    assert [len(each.schema) for each in part.outputs] == [2, 3, 3, 3, 3]
+    assert [len(output.schema) for output in part.outputs] == [2, 3, 3, 3, 3]
 
 
 class Complex(Best):

@@ -49,12 +49,12 @@ def test_random_rankers_are_served_as_they_answer_by_themselves(
             alone += part.mixes_samples
             requests, every = [], asked(module, part)
             for bags, dense, shared, right in every:
-                found = engine.score(bags, dense, shared=shared)
-                assert [*found] == [each.name for each in part.outputs], seed
-                assert_right(found, right, every)
+                scores = engine.score(bags, dense, shared=shared)
+                assert [*scores] == [output.name for output in part.outputs], seed
+                assert_right(scores, right, every)
                 tensors = encode(bags, [], shared)
-                requests.append(replace(tensors, outputs=[*found], dense=encode_dense(part.inputs, dense)))
-            answers = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+                requests.append(replace(tensors, outputs=[*scores], dense=encode_dense(part.inputs, dense)))
+            answers = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
             for merged, (*_, right) in zip(answers, every, strict=True):
                 assert isinstance(merged, Mapping), (seed, merged)
                 assert_right(merged, right, every)
@@ -81,8 +81,8 @@ def test_random_rankers_over_hosts(tmp_path: Path, seed: int) -> None:
         calls: list[Callable[[], Any]] = [
             partial(client.score, bags, dense, shared=shared) for bags, dense, shared, _ in every
         ]
-        for found, (_, _, _, right) in zip(at_once(calls), every, strict=True):
-            assert_right(found, right, every)
+        for answer, (_, _, _, right) in zip(at_once(calls), every, strict=True):
+            assert_right(answer, right, every)
 
 
 def config(seed: int) -> ExportConfig:
@@ -113,7 +113,7 @@ def asked(module: Ranker, part: DensePart) -> list[Asked]:
         pair = module.events[:2] if module.together else []
         chosen = [key for key in request.bags if random.random() < 0.5 and key not in pair]
         for shared in ([], chosen + (pair if random.random() < 0.5 else [])):
-            bags = {key: each[:1] if key in shared else each for key, each in request.bags.items()}
+            bags = {key: bag[:1] if key in shared else bag for key, bag in request.bags.items()}
             right = answer_of_call(module, module.example(request.shared(shared, samples)))
             found.append((bags, dense_of(request, part, shared), shared, right))
     return found

@@ -251,7 +251,7 @@ def test_names_of_a_named_tuple_are_those_of_the_scores(tmp_path: Path) -> None:
             return Named(self.logits(ids), self.logits(ids) * 2)
 
     bundle = export_model(Names(), tmp_path, "m", EXACT)
-    assert [each.name for each in open_bundle(bundle).manifest.dense_part.outputs] == ["click", "buy"]  # type: ignore[union-attr]
+    assert [output.name for output in open_bundle(bundle).manifest.dense_part.outputs] == ["click", "buy"]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def save_state(state: State, path: Path) -> Path:
 
 def save_strided(state: State, path: Path) -> Path:
     """Vectors that are every third number of a longer one."""
-    spread = {key: torch.stack([each, each + 1, each + 2], dim=-1)[..., 0] for key, each in state.items()}
+    spread = {key: torch.stack([value, value + 1, value + 2], dim=-1)[..., 0] for key, value in state.items()}
     return save_state(spread, path)
 
 

@@ -60,8 +60,8 @@ class Buffers(nn.Module):
             "precise": torch.linspace(0, 1 / (2 + scale), 8, dtype=torch.float64),
             "mask": torch.zeros(8).masked_fill(torch.arange(8) % (scale + 2) == 1, -torch.inf),
         }
-        for name, each in of.items():
-            self.register_buffer(name, each)
+        for name, value in of.items():
+            self.register_buffer(name, value)
         self.register_buffer("constant", torch.ones(8), persistent=False)
         self.phases = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0) * scale))
 
@@ -138,7 +138,9 @@ def trained(kind: Callable[[int], nn.Module]) -> nn.Module:
 def answers(module: nn.Module) -> dict[str, Any]:
     with torch.no_grad():
         result = module(kjt())
-    return {name: each.numpy() for name, each in (result if isinstance(result, dict) else {"scores": result}).items()}
+    return {
+        name: value.numpy() for name, value in (result if isinstance(result, dict) else {"scores": result}).items()
+    }
 
 
 def served(bundle: Path) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def test_a_twin_that_safetensors_leaves_out(tmp_path: Path, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])
 def test_twins_with_other_numbers_are_refused(tmp_path: Path, kind: Any) -> None:
-    state = {name: each.clone() for name, each in trained(kind).state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in trained(kind).state_dict().items()}
     bundle = export(untrained(kind), tmp_path, state)
     assert_same(served(bundle), answers(trained(kind)))
     state["out.weight" if kind is TiesItsTable else "other.weight"][3] += 1
@@ -268,7 +270,7 @@ def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Pa
     average = type(average)().eval()
     state = {
         "model": module.state_dict(),
-        "ema": {f"module.{key}": each for key, each in average.state_dict().items()},
+        "ema": {f"module.{key}": tensor for key, tensor in average.state_dict().items()},
     }
     with pytest.raises(
         CheckpointError, match=r"w\.pt: has all weights of the model 2 times, under 'model\.', 'ema\.module\."
@@ -342,9 +344,9 @@ def test_counters_of_batches_are_filled_in_as_torch_does_it(tmp_path: Path, meta
     state = as_saved(metadata if metadata in ("none", "all", "old", "some", "unnumbered") else "none", lacking)
     model = Normalizes()
     if metadata == "safetensors":
-        save_file({key: each.clone() for key, each in state.items()}, path)
+        save_file({key: value.clone() for key, value in state.items()}, path)
     elif metadata == "wrapped":
-        torch.save({f"module.{key}": each for key, each in state.items()}, path)
+        torch.save({f"module.{key}": value for key, value in state.items()}, path)
     else:
         torch.save({"epoch": 3, "state_dict": state} if metadata == "nested" else state, path)
     oracle = Normalizes()

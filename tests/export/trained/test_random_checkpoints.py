@@ -59,7 +59,9 @@ def doubled_in_a_wrapper(state: dict[str, Any], prefix: str, random: np.random.G
 
 
 def beside_an_average(state: dict[str, Any], prefix: str, _random: np.random.Generator) -> bool:
-    state |= {f"ema.{key.removeprefix(prefix)}": other(each) for key, each in state.items() if key.startswith(prefix)}
+    state |= {
+        f"ema.{key.removeprefix(prefix)}": other(value) for key, value in state.items() if key.startswith(prefix)
+    }
     return False
 
 
@@ -71,9 +73,9 @@ def beside_other_modules(state: dict[str, Any], prefix: str, _random: np.random.
 def longer(state: dict[str, Any], _prefix: str, _random: np.random.Generator) -> bool:
     """Integers and floats outside of tables in more bits."""
     kinds = {torch.int32: torch.int64, torch.float16: torch.float64, torch.uint8: torch.int16}
-    for key, each in state.items():
-        if "embedding_bags" not in key and (kind := kinds.get(each.dtype)) is not None:
-            state[key] = each.to(kind)
+    for key, value in state.items():
+        if "embedding_bags" not in key and (kind := kinds.get(value.dtype)) is not None:
+            state[key] = value.to(kind)
     return True
 
 
@@ -122,10 +124,10 @@ def check(seed: int, folder: Path) -> str:
         path = form.write(state, folder)
         if is_own:  # the oracle is a module that loads what was saved
             module = model(seed)
-            wanted = {key: each for key, each in state.items() if key.startswith(prefix)}
-            bare = {_bare(key.removeprefix(prefix)): whole(each) for key, each in wanted.items()}
+            wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
+            bare = {_bare(key.removeprefix(prefix)): whole(value) for key, value in wanted.items()}
             known = module.state_dict().keys()
-            module.load_state_dict({key: each for key, each in bare.items() if key in known}, strict=True)
+            module.load_state_dict({key: value for key, value in bare.items() if key in known}, strict=True)
     bags = random_bags(random, module.all_specs, 7)
     if on_meta:
         with _tables_on_meta():

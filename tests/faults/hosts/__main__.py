@@ -37,7 +37,7 @@ def all_faults(fleet: Fleet) -> Iterator[str]:
 
 
 def main(bridge: str, *machines: str) -> None:
-    network = Lan(bridge, [Machine(*each.split("=")) for each in machines])
+    network = Lan(bridge, [Machine(*machine.split("=")) for machine in machines])
     with tempfile.TemporaryDirectory(prefix="tbe-hosts-") as name, ExitStack() as stack, in_this_process():
         fleet = Fleet(stack, Path(name), network)
         for line in all_faults(fleet):

@@ -44,13 +44,13 @@ def asking(address: str, requests: Sequence[Asked]) -> Iterator[Seen]:
                 for request, answers in requests:
                     started = time.monotonic()
                     try:
-                        found = client.lookup(request)
+                        answer = client.lookup(request)
                     except ServingError as error:
                         now = time.monotonic()
                         seen.failed.append((now, now - started, str(error)))
                     else:
                         now = time.monotonic()
-                        is_right = found.version in answers and same(found, answers[found.version])
+                        is_right = answer.version in answers and same(answer, answers[answer.version])
                         (seen.right if is_right else seen.wrong).append(now)
                         seen.took.append(now - started)
 

@@ -122,8 +122,8 @@ class Fleet:
         self.servers.pop(at).close()
 
     def _stop_all(self) -> None:
-        for at in [*self.servers]:
-            self.stop(at)
+        for server in [*self.servers]:
+            self.stop(server)
 
     def requests(self, *versions: int, without: int | None = None, only_host: int | None = None) -> list[Asked]:
         """Requests with their right answers; that need no host `without`, or need `only_host`."""
@@ -131,7 +131,7 @@ class Fleet:
         if without is not None:
             plan = open_bundle(self.bundles[0]).manifest.plan
             lost = {name for name, shards in plan.shards_by_table.items()
-                    if any(plan.ranks[each.rank].host == without for each in shards)}  # fmt: skip
+                    if any(plan.ranks[shard.rank].host == without for shard in shards)}  # fmt: skip
             names = [name for spec in specs(self.hosts) if spec.name not in lost for name in spec.features]
         if only_host is not None:
             names = ["c"]

@@ -21,7 +21,7 @@ def lines() -> Iterator[str]:
         return
     hosts = 4 if psutil.virtual_memory().available > 6 * HOST_BYTES else 2
     with lan(1 + hosts * REPLICAS) as network:
-        names = [f"{each.name}={each.address}" for each in network.machines]
+        names = [f"{machine.name}={machine.address}" for machine in network.machines]
         command = [*network.machines[0].within, sys.executable, "-m", "tests.faults.hosts", network.bridge, *names]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None

@@ -42,8 +42,8 @@ def half_rolled(fleet: Fleet) -> str:
 
 def rolled(fleet: Fleet) -> str:
     """All servers follow releases, as docs/rolling-out.md says: hosts before routers, and back, again and again."""
-    for at in fleet.machines:
-        fleet.stop(at)
+    for machine in fleet.machines:
+        fleet.stop(machine)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda at: fleet.start_following(at, "--unload-after-s", str(LONGEST_S)), fleet.machines))
     rolls, own = 0, fleet.folder / "router" / MODEL
@@ -72,25 +72,25 @@ def _following(model: Path) -> Iterator[Running]:
 
 def _roll(fleet: Fleet, own: Path, router: Running, new: int, old: int) -> None:
     """Hosts load the new version beside the old one, the router switches, hosts unload the old one."""
-    models = {at: fleet.model_of(at) for at in fleet.machines}
+    models = {machine: fleet.model_of(machine) for machine in fleet.machines}
     for model in models.values():
         release(model, [old, new])
-    for at, model in models.items():
-        _until_served(fleet.running[at].grpc, model.name, [old, new])
+    for name, model in models.items():
+        _until_served(fleet.running[name].grpc, model.name, [old, new])
     release(own, [new])
     _until_answered(router.grpc, new)
     time.sleep(LONGEST_S)
     for model in models.values():
         release(model, [new])
-    for at, model in models.items():
-        _until_served(fleet.running[at].grpc, model.name, [new])
+    for name, model in models.items():
+        _until_served(fleet.running[name].grpc, model.name, [new])
 
 
 def _until_served(address: str, model: str, versions: Sequence[int]) -> None:
     """Until a server serves these versions of a model, and no other."""
     end = time.monotonic() + PATIENCE_S
     with triton.InferenceServerClient(address) as client:
-        while [each for each in (1, 2) if _is_ready(client, model, each)] != sorted(versions):
+        while [number for number in (1, 2) if _is_ready(client, model, number)] != sorted(versions):
             if time.monotonic() > end:
                 raise SystemExit(f"{address} does not serve versions {versions} of {model} within {PATIENCE_S:g} s")
             time.sleep(0.05)

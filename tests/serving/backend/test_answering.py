@@ -254,7 +254,7 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
     metrics.publish()
     embeddings = [answer["embeddings"] for answer in answers if isinstance(answer, dict)]
     assert len(embeddings) == len(bags)
-    assert sum(bool(np.isinf(each).any()) for each in embeddings) == expected
+    assert sum(bool(np.isinf(embedding).any()) for embedding in embeddings) == expected
     assert counts.get("tbe_overflow_total", 0) == expected
     assert counts["tbe_calls_total"] == 1
     assert counts["tbe_call_requests_sum"] == len(bags)
@@ -262,7 +262,7 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
 
 def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    found = [answering._overflows(numbers[[at, 0]]) for at in range(numbers.size)]
+    found = [answering._overflows(numbers[[number, 0]]) for number in range(numbers.size)]
     assert found == (~np.isfinite(numbers)).tolist()
     assert not answering._overflows(np.array([np.inf], np.float32))
 

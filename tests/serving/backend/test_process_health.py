@@ -36,7 +36,7 @@ def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_pa
     random = np.random.default_rng(0)
     requests = [dict(random_bags(random, SUM, 3)) for _ in range(6)]
     engine = Engine.open(bundle)
-    expected = [engine.lookup(each) for each in requests]
+    expected = [engine.lookup(request) for request in requests]
     add_gate(bundle)
 
     def is_right(number: int) -> bool | None:

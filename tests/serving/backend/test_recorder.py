@@ -83,7 +83,7 @@ def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_pat
             with pytest.raises(InferenceServerException, match="got -1 for sample 0"):
                 client.infer("m", inputs, parameters={"traceparent": trace, "features": "x"})
         lines(tmp_path / "m.jsonl", 5)
-    assert [each.traceparent for each in read_captured(tmp_path / "m.jsonl")] == [*[None] * 4, TRACE]
+    assert [captured.traceparent for captured in read_captured(tmp_path / "m.jsonl")] == [*[None] * 4, TRACE]
 
 
 @pytest.mark.long
@@ -102,13 +102,13 @@ def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.001, capture_max_bytes=2000)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         with LookupClient(server.grpc, "m", 30) as client:
-            for each in range(100):
-                client.lookup({"x": [[each % 50]]})
+            for number in range(100):
+                client.lookup({"x": [[number % 50]]})
         kept = metric(server, "tbe_captured_total", model="m")
     assert 5 < kept < 30
     assert (tmp_path / "m.jsonl").stat().st_size <= 2000
     requests = list(read_captured(tmp_path / "m.jsonl"))
-    assert [request.values for request in requests] == [[each] for each in range(len(requests))]
+    assert [request.values for request in requests] == [[number] for number in range(len(requests))]
     assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
 
 
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(t
     assert done.returncode == 0, done.stderr
     (tmp_path / "file").write_text(done.stdout)
     passed_over = PassedOver()
-    assert [len(each.values) for each in read_captured(tmp_path / "file", passed_over)] == [100, 1, 4000]
+    assert [len(captured.values) for captured in read_captured(tmp_path / "file", passed_over)] == [100, 1, 4000]
     assert passed_over.lines == 0
 
 
@@ -240,7 +240,7 @@ def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> Non
     recorded(tmp_path / "file", kept, [2])
     recorded(tmp_path / "file", kept, [3])
     passed_over = PassedOver()
-    assert [each.values for each in read_captured(tmp_path / "file", passed_over)] == [[1], [2], [3]]
+    assert [captured.values for captured in read_captured(tmp_path / "file", passed_over)] == [[1], [2], [3]]
     assert passed_over.lines == 1
 
 
@@ -254,7 +254,7 @@ def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path:
         recorder.record(Tensors(names, np.array([1]), np.array([1], np.int32)), "refused: features")
     assert "a request was not written: 'utf-8' codec can't encode character" in said.get(timeout=60)
     assert [said.get(timeout=60) for _ in range(2)] == ["dropped", "kept"]
-    assert [each.features for each in read_captured(tmp_path / "file")] == [["x"]]
+    assert [captured.features for captured in read_captured(tmp_path / "file")] == [["x"]]
 
 
 @pytest.mark.promise("A file of captured requests is readable by the server's user alone")

@@ -82,7 +82,7 @@ def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, 
     requests = []
     for seed, scale in enumerate(scales.tolist()):
         bags, dense = random_request(MODELS[name], np.random.default_rng(seed), 3)
-        dense = {key: (scale * (each - 0.5)).astype(np.float32) for key, each in dense.items()}
+        dense = {key: (scale * (numbers - 0.5)).astype(np.float32) for key, numbers in dense.items()}
         requests.append((bags, dense, own_scores(MODELS[name], bags, dense)))
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
         client.info()
@@ -121,11 +121,11 @@ def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: st
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
         lookups = [partial(client.lookup, dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
         bad = [
-            partial(client.score, {key: [[-1]] for key in bags}, {key: each[:1] for key, each in dense.items()})
+            partial(client.score, {key: [[-1]] for key in bags}, {key: numbers[:1] for key, numbers in dense.items()})
             for bags, dense, _ in requests[:8]
         ]
         nothing = [
-            partial(client.score, bags, {key: np.full_like(each, np.nan) for key, each in dense.items()})
+            partial(client.score, bags, {key: np.full_like(numbers, np.nan) for key, numbers in dense.items()})
             for bags, dense, _ in requests[:8]
             if dense
         ]
@@ -153,7 +153,7 @@ def infer(server: Server, name: str, arrays: dict[str, Any], outputs: list[str] 
     for key, array in arrays.items():
         inputs.append(triton.InferInput(key, [1, *array.shape], DTYPES[str(array.dtype)]))
         inputs[-1].set_data_from_numpy(array[np.newaxis])
-    wanted = None if outputs is None else [triton.InferRequestedOutput(each) for each in outputs]
+    wanted = None if outputs is None else [triton.InferRequestedOutput(output) for output in outputs]
     with triton.InferenceServerClient(server.grpc) as client:
         return client.infer(name, inputs, outputs=wanted, parameters=parameters)
 
@@ -164,11 +164,11 @@ def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> No
     arrays = {"values": values, "lengths": lengths, **dense}
     features = ",".join(bags)
     only = infer(server, "dcn", arrays, ["scores"], features=features)
-    assert [each.name for each in only.get_response().outputs] == ["scores"]
+    assert [output.name for output in only.get_response().outputs] == ["scores"]
     assert only.as_numpy("scores").shape == (1, 7, 1)
     assert_same({"scores": only.as_numpy("scores")[0]}, expected)
     every = infer(server, "dcn", arrays, None, features=features)
-    assert {each.name for each in every.get_response().outputs} == {"embeddings", "scores"}
+    assert {output.name for output in every.get_response().outputs} == {"embeddings", "scores"}
     del arrays["dense_features"]
     looked_up = infer(server, "dcn", arrays, ["embeddings"], features=features)
     np.testing.assert_array_equal(looked_up.as_numpy("embeddings"), every.as_numpy("embeddings"))
@@ -202,7 +202,7 @@ def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change:
     bags, dense, expected = asked("dcn", 3)
     values, lengths = flat(bags)
     arrays = {"values": values, "lengths": lengths, **dense} | change
-    arrays = {name: each for name, each in arrays.items() if each is not None}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     with pytest.raises(triton.InferenceServerException, match=why):
         infer(server, "dcn", arrays, ["scores"], features=",".join(bags))
     with LookupClient(server.grpc, "dcn", 60) as client:
@@ -223,9 +223,9 @@ def test_some_outputs_in_the_order_asked(server: Server) -> None:
     bags, dense, expected = asked("towers", 4)
     with LookupClient(server.grpc, "towers", 60) as client:
         assert client.info().scores == {"match": (), "queries": (8,)}
-        found = client.score(bags, dense, outputs=["queries", "match"])
-        assert list(found) == ["queries", "match"]
-        assert_same(found, {name: expected[name] for name in found})
+        scores = client.score(bags, dense, outputs=["queries", "match"])
+        assert list(scores) == ["queries", "match"]
+        assert_same(scores, {name: expected[name] for name in scores})
         assert_same(client.score(bags, dense, outputs=["match"]), {"match": expected["match"]})
         with pytest.raises(InvalidRequest, match=r"output 'scores': expected one of 'match', 'queries'"):
             client.score(bags, dense, outputs=["scores"])

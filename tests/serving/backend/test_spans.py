@@ -36,7 +36,7 @@ SERVER, CLIENT, INTERNAL = 2, 3, 1
 
 
 def servers(spans: list[Seen]) -> list[Seen]:
-    return [each for each in spans if each.span.kind == SERVER]
+    return [span for span in spans if span.span.kind == SERVER]
 
 
 def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,10 +55,14 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
                 with pytest.raises(InvalidRequest):
                     client.lookup({"i": [[1_000_000]], "u": [[2]]})
             spans = collector.of(f"{context.trace_id:032x}", lambda found: len(servers(found)) == 4)
-            assert {each.span.trace_id.hex() for each in collector.all()} == {f"{context.trace_id:032x}"}
-    assert {each.service for each in spans} == {"tbe-serving"}
+            assert {span.span.trace_id.hex() for span in collector.all()} == {f"{context.trace_id:032x}"}
+    assert {span.service for span in spans} == {"tbe-serving"}
     answered, refused = (
-        next(each for each in servers(spans) if each.attributes.get("error.type") == error and is_of_router(each))
+        next(
+            server
+            for server in servers(spans)
+            if server.attributes.get("error.type") == error and is_of_router(server)
+        )
         for error in (None, "IdsOutside")
     )
     for each in (answered, refused):
@@ -69,7 +73,7 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
     assert refused.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert (refused.span.status.code, answered.span.status.code) == (2, 0)
     assert "[0, 101)" in refused.span.status.message
-    below = [each.span for each in spans if each.span.parent_span_id == answered.span.span_id]
+    below = [span.span for span in spans if span.span.parent_span_id == answered.span.span_id]
     assert [each.name for each in below if each.kind == INTERNAL] == ["queue", *STAGES]
     assert {each.attributes[0].value.int_value for each in below if each.kind == CLIENT} == {0, 1}
     of_hosts = [each for each in below if each.kind == SERVER]

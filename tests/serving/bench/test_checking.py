@@ -69,7 +69,7 @@ def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_pa
         assert part is not None
         for samples in (0, 1, 40):
             request = asked(bundle, samples)
-            assert list(request.tensors.outputs) == [each.name for each in part.outputs]
+            assert list(request.tensors.outputs) == [output.name for output in part.outputs]
             answer = dict(engine.outputs(request.tensors))
             assert checker.what_is_wrong(request, response(answer)) == []
         # As a wrong id would: one sample gets the scores of another.
@@ -116,7 +116,7 @@ def test_what_comes_once_is_checked(tmp_path: Path) -> None:
     (captured,) = read_captured(tmp_path / "captured.jsonl")
     request = Prepared(captured.tensors, b"", 5)
     answer = dict(engine.outputs(captured.tensors))
-    assert {output: len(each) for output, each in answer.items()} == {
+    assert {output: len(value) for output, value in answer.items()} == {
         "embeddings": 5,
         "once": 1,
         "like": 5,

@@ -149,8 +149,8 @@ def test_bags_have_the_pooling_factors_asked_for(bundle: Path) -> None:
     factors = dict(zip(names, [0.0, 2.3, 5.0][: len(names)] + [1.0] * (len(names) - 3), strict=True))
     lengths = np.concatenate(
         [
-            each.lengths.reshape(len(names), 50)
-            for each in random_requests(opened.manifest, 50, Distribution(), factors)
+            request.lengths.reshape(len(names), 50)
+            for request in random_requests(opened.manifest, 50, Distribution(), factors)
         ],
         axis=1,
     )
@@ -188,7 +188,9 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
     values = np.array([-1, 0, 1 << 40] * len(names))
     request = Tensors(None, values, np.array([3] * len(names), np.int32))
     tables = {table.name: table for table in opened.manifest.tables}
-    asked = [each.name for each in opened.manifest.features if tables[each.table].id_policy is not IdPolicy.ERROR]
+    asked = [
+        feature.name for feature in opened.manifest.features if tables[feature.table].id_policy is not IdPolicy.ERROR
+    ]
     request = Tensors(asked, values[: 3 * len(asked)], request.lengths[: len(asked)])
     assert len(asked) > 1
     answer = Engine.open(bundle).outputs(request)[EMBEDDINGS]

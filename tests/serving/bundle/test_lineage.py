@@ -27,7 +27,7 @@ STEPS = st.sets(st.sampled_from([Step(last, since) for last in range(1, MOST + 1
 
 def furthest(steps: set[Step], at: int, until: int = MOST) -> int:
     """The delta that can be reached by any of some steps, found by trying each way."""
-    ways = [furthest(steps, each.sequence, until) for each in steps if each.since <= at < each.sequence <= until]
+    ways = [furthest(steps, step.sequence, until) for step in steps if step.since <= at < step.sequence <= until]
     return max(ways, default=at)
 
 
@@ -109,7 +109,7 @@ def test_what_squashed_deltas_stand_for_is_not_needed(after: int, expected: list
     steps = {
         "4 since 0": Step(4, 0),
         "6 since 0": Step(6, 0),
-        **{f"{each}": Step(each, each - 1) for each in range(1, 8)},
+        **{f"{number}": Step(number, number - 1) for number in range(1, 8)},
     }
     there = [delta_path(Path(), *step).name for step in steps.values() if step.sequence > after]
     assert {*needed_files(there, after)} == {delta_path(Path(), *steps[each]).name for each in expected}

@@ -139,7 +139,7 @@ def test_a_server_that_is_gone_is_passed_over() -> None:
 def test_many_at_once_share_one_channel(fake: FakeServer, address: str) -> None:
     async def run() -> list[Answer]:
         async with AsyncLookupClient(address, "m", 20) as client:
-            return await asyncio.gather(*(client.lookup({"x": [[each]] * each}) for each in range(1, 50)))
+            return await asyncio.gather(*(client.lookup({"x": [[number]] * number}) for number in range(1, 50)))
 
     answers = asyncio.run(run())
     assert [len(answer["x"]) for answer in answers] == list(range(1, 50))

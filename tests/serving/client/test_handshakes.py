@@ -41,7 +41,7 @@ def listening(pems: Path | None) -> Iterator[int]:
 def test_a_handshake_that_fails_says_which_option_to_change(
     tmp_path: Path, authority: str | None, name: str, message: str
 ) -> None:
-    pems = {each: write_certificates(tmp_path / each, server="server.example") for each in ("own", "other")}
+    pems = {name: write_certificates(tmp_path / name, server="server.example") for name in ("own", "other")}
     tls = Tls(root_certificates=pems[authority or "own"] / "root.pem", server_name=name)
     with (
         listening(None if authority is None else pems["own"]) as port,

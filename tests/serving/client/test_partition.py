@@ -16,5 +16,5 @@ def test_clients_go_elsewhere_when_a_server_falls_silent(one_model: Path, tmp_pa
     environment = os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}  # iptables, where only root looks
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each["clients"] for each in told] == ["lookups", "asyncio_lookups"]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [report["clients"] for report in reports] == ["lookups", "asyncio_lookups"]

@@ -59,7 +59,9 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         assert (said["address"], said["process"], said["triton"]) == (one.grpc, one.triton.pid, "2.51.0")
         assert (model["name"], model["chosen_by"]) == ("m", "pin")
         assert (version["version"], version["state"], version["reason"]) == (2, "READY", "")
-        assert {each["process"] for each in version["instances"]} == {each.pid for each in stubs(one.triton, "m")}
+        assert {instance["process"] for instance in version["instances"]} == {
+            stub.pid for stub in stubs(one.triton, "m")
+        }
         assert version["weights_bytes"] == weights
         assert 0 <= version["cached_bytes"] <= weights
         load_fbgemm()

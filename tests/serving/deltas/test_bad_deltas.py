@@ -116,7 +116,7 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", WRONG_TENSORS)
 def test_tensors_that_do_not_fit_are_named(what: str, bundle: Bundle) -> None:
     changed, said = WRONG_TENSORS[what]
-    wrong = {name: each for name, each in tensors(**changed).items() if each is not None}
+    wrong = {name: tensor for name, tensor in tensors(**changed).items() if tensor is not None}
     with pytest.raises(BundleError, match=said):
         parse(bundle, sealed(save(wrong, metadata(bundle))))
 
@@ -190,9 +190,9 @@ def test_every_bit_of_a_delta_is_checked(bundle: Bundle) -> None:
     """A bit that a disk or a copy changed: in rows, it would be another number, which nobody could tell."""
     content = sealed(save(tensors(), metadata(bundle)))
     assert parse(bundle, content).digest.encode() in content
-    for at in range(len(content) * 8):
+    for number in range(len(content) * 8):
         changed = bytearray(content)
-        changed[at // 8] ^= 1 << at % 8
+        changed[number // 8] ^= 1 << number % 8
         with pytest.raises(BundleError, match=r"^d: expected"):
             parse(bundle, bytes(changed))
 
@@ -251,10 +251,10 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     assert says is not None
     assert hashlib.sha256(content.replace(says[1], b"0" * 64)).hexdigest() == says[1].decode()
     lines = [json.loads(line) for line in (tmp_path / "delta_writer.log").read_text().splitlines()]
-    assert [(each["event"], each["level"], each["lineage"]) for each in lines] == [
+    assert [(line["event"], line["level"], line["lineage"]) for line in lines] == [
         ("deltas_applied", "INFO", name)
     ] * len(lines)
-    assert [each["sequence"] for each in lines] == [0, 1, 2]
+    assert [line["sequence"] for line in lines] == [0, 1, 2]
     assert "sha256" not in lines[0]
     assert (lines[2]["sha256"], lines[2]["model"], lines[2]["version"]) == (says[1].decode(), "m", 1)
     assert lines[2]["message"] == "m 1: deltas are applied up to 2"

@@ -55,7 +55,7 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
     requests = [dict(random_bags(random, SUM, 10)) for _ in range(5)]
     memory = replace(config, serving=None)
     with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
-        answers = [engine.lookup(each) for each in requests]
+        answers = [engine.lookup(request) for request in requests]
     with (
         running(tmp_path / "r", "--local-hosts") as server,
         LookupClient(server.grpc, router.parent.name, 60) as client,
@@ -63,7 +63,9 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
         assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 3
         publish_delta(tmp_path / "r", router.parent.name, last)
         deadline = time.monotonic() + PATIENCE_S
-        while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
+        while not all(
+            _same(client.lookup(request), answer) for request, answer in zip(requests, answers, strict=True)
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -56,7 +56,7 @@ def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) ->
     changes = [changed_rows(model, random, lambda rows: rows // 3) for _ in range(3)]
     expected = Engine.open(export_model(model, tmp_path / "anew", "m", config))
     requests = [dict(random_bags(random, MIXED, 20)) for _ in range(10)]
-    answers = [expected.lookup(each) for each in requests]
+    answers = [expected.lookup(request) for request in requests]
     for changed in changes[:2]:  # before the server is there
         publish_delta(tmp_path / "r", "m", changed)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
@@ -98,7 +98,7 @@ def copies_of(server: Running) -> list[Path]:
     """The live copies that the processes of the server's models have mapped."""
     found = set()
     for stub in stubs(server.triton, "m"):
-        found |= {each.path for each in stub.memory_maps() if "tbe-live-" in each.path}
+        found |= {mapping.path for mapping in stub.memory_maps() if "tbe-live-" in mapping.path}
     return [Path(each) for each in sorted(found)]
 
 
@@ -175,9 +175,9 @@ def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) 
             assert time.monotonic() < deadline
             time.sleep(0.1)
         (writer,) = (
-            each
-            for each in psutil.Process(server.process.pid).children()
-            if "serving.tables.delta_writer" in each.cmdline()
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "serving.tables.delta_writer" in child.cmdline()
         )
         writer.kill()
         publish_number(second, 3, [3], DIM)

@@ -296,8 +296,10 @@ def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None
     squash(repository, "m", version=1)
     squash(repository, "m", version=1)  # is there already
     remove(bundle, range(1, LAST))
-    found = [(compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)]
-    assert found == expected
+    contents = [
+        (compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)
+    ]
+    assert contents == expected
     said = r"000000000009.safetensors: is missing: restore it. Without it, rows .* after delta 8, or 12$"
     with pytest.raises(PublishError, match=said):
         compact(repository, "m", version=1, until=10)
@@ -379,11 +381,11 @@ def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
     with pytest.raises(ConfigurationError, match="expected a signing key, since deltas there are signed"):
         squash(repository, "m")
     signatures = [*folder_of(bundle).glob("*.sig")]
-    for each in signatures:
-        each.rename(tmp_path / each.name)
+    for signature in signatures:
+        signature.rename(tmp_path / signature.name)
     squashed = squash(repository, "m").path
-    for each in signatures:
-        (tmp_path / each.name).rename(each)
+    for signature in signatures:
+        (tmp_path / signature.name).rename(signature)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
         stopped = wait_until(copies, lambda each: bool(each.stopped))
         assert (stopped.sequence, squashed.stem in stopped.stopped) == (0, True)

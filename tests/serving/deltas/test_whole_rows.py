@@ -89,9 +89,9 @@ def test_a_reader_waits_for_rows_that_a_killed_delta_writer_half_wrote(
         assert engine.table_files.live.state.half_written == (200, 600)
         publish_number(bundle, 2, range(ROWS), 16)
         writer.kill()  # its successor comes
-        found = engine.rows("t", np.arange(ROWS))
-        assert (found[200:600] == 2).all()
-        assert (found == found[:, :1]).all()
+        rows = engine.rows("t", np.arange(ROWS))
+        assert (rows[200:600] == 2).all()
+        assert (rows == rows[:, :1]).all()
         wait_until_applied(copies, 2)
         # Rows before the slice had been written by the delta writer that was killed: they are not written again.
         assert (engine.rows("t", np.arange(200)) == 1).all()
@@ -113,10 +113,10 @@ with copy.state.writing(200, 400):
 
 def _delta_writers() -> list[psutil.Process]:
     found = []
-    for each in psutil.Process().children():
+    for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
-            if "serving.tables.delta_writer" in each.cmdline():
-                found.append(each)
+            if "serving.tables.delta_writer" in child.cmdline():
+                found.append(child)
     return found
 
 
@@ -141,9 +141,9 @@ def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
         seen = seen_by(reader)
         wait_until_applied(copies, last)
         with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
-            found = engine.rows("t", np.arange(ROWS))
+            rows = engine.rows("t", np.arange(ROWS))
     assert (seen["torn"], seen["backwards"]) == (0, 0)
-    np.testing.assert_array_equal(found, np.repeat(expected[:, np.newaxis], dim, axis=1))
+    np.testing.assert_array_equal(rows, np.repeat(expected[:, np.newaxis], dim, axis=1))
 
 
 def test_a_lookup_that_writers_outrun_gets_whole_rows_all_the_same(tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
     if what == "more deltas":
         publish_number(bundle, 4, range(200), 16)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
-        found = engine.rows("t", np.arange(ROWS))
-        assert (found[:200] == (4 if what == "more deltas" else 3)).all()
-        assert (found[200:] == 3).all()
+        rows = engine.rows("t", np.arange(ROWS))
+        assert (rows[:200] == (4 if what == "more deltas" else 3)).all()
+        assert (rows[200:] == 3).all()
         assert engine.table_files.live is not None
         assert engine.table_files.live.path.stat().st_ino == inode
         publish_number(bundle, 5, [7], 16)

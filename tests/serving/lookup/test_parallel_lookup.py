@@ -33,7 +33,7 @@ PLAIN = -2
 # The most bytes of a block, and the most samples: a bag at a time, some samples of a feature, some features, everything.
 BLOCKS = [
     (1, 17),
-    *(pytest.param(each, 300, marks=pytest.mark.long) for each in (1, 9000)),
+    *(pytest.param(number, 300, marks=pytest.mark.long) for number in (1, 9000)),
     (700, 300),
     (1 << 20, 300),
 ]
@@ -96,7 +96,7 @@ def requests(name: str, specs: tuple[Spec, ...], most: int = 300) -> Iterator[di
     random = np.random.default_rng(0)
     keys = list(table_of(specs))
     for samples, features in product(
-        [each for each in (1, 2, 3, 17, 300) if each <= most], (None, keys[::-1], keys[:1], keys[1::-1])
+        [number for number in (1, 2, 3, 17, 300) if number <= most], (None, keys[::-1], keys[:1], keys[1::-1])
     ):
         bags = random_bags(random, specs, samples, features)
         if samples == 3:

@@ -14,7 +14,7 @@ from serving.lookup.threads import Threads
 
 
 def lookups() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith("lookup ")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lookup ")]
 
 
 def _note(idents: list[int]) -> None:

@@ -18,7 +18,7 @@ def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
     """The values of the requests of a file with these lines, and what was passed over."""
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     passed_over = PassedOver()
-    return [each.values for each in read_captured(path, passed_over)], passed_over
+    return [captured.values for captured in read_captured(path, passed_over)], passed_over
 
 
 @pytest.mark.promise("Readers of captured requests skip and count invalid lines")

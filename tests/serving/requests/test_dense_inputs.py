@@ -144,8 +144,8 @@ GOOD = {
 
 
 def test_inputs_of_every_dtype_and_shape_are_taken_as_they_are() -> None:
-    for given, found in zip(GOOD.values(), accept_dense(INPUTS, GOOD, 3), strict=True):
-        assert found is given
+    for given, array in zip(GOOD.values(), accept_dense(INPUTS, GOOD, 3), strict=True):
+        assert array is given
     shared = {**GOOD, "relation": np.array([7]), "new": np.array([[True, False]])}
     _, relation, _, new = accept_dense(INPUTS, shared, 3, ["relation", "new"])
     assert relation.tolist() == [7, 7, 7]

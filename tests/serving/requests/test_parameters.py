@@ -44,12 +44,12 @@ def test_what_is_sent_is_read() -> None:
         "part_of": "1/2",
         "trace": TRACE,
     }
-    asked = Tensors(values=values, lengths=lengths, every_host=True, **said)  # type: ignore[arg-type]
-    assert decode_parameters(sent(asked)) == said | {"every_host": True}
+    tensors = Tensors(values=values, lengths=lengths, every_host=True, **said)  # type: ignore[arg-type]
+    assert decode_parameters(sent(tensors)) == said | {"every_host": True}
     assert (said | {"every_host": True}).keys() == PARAMETERS.keys()
     assert sent(Tensors(None, values, lengths)) == "{}"
     assert decode_parameters(sent(Tensors([], values, lengths, tables=[]))) == {"features": [], "tables": []}
-    assert json.loads(sent(asked, but=PARAMETERS.keys() - {"shared"})) == {"once": "b"}
+    assert json.loads(sent(tensors, but=PARAMETERS.keys() - {"shared"})) == {"once": "b"}
 
 
 def sent(tensors: Tensors, but: Collection[str] = ()) -> str:

@@ -263,7 +263,8 @@ def test_a_check_needs_one_replica_and_asks_for_all_segments_of_the_part() -> No
     told = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
     assert told.found is None
     _, *asked = (
-        {name: each.string_param for name, each in found.parameters.items()} for found in told.replicas.requests
+        {name: parameter.string_param for name, parameter in request.parameters.items()}
+        for request in told.replicas.requests
     )
     common = {"bundle": "f" * 64, "part_of": "p/0"}
     assert asked == [common, {**common, "features": "x,y"}]

@@ -57,7 +57,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     pems = write_certificates(tmp_path_factory.mktemp("pems"), host="127.0.0.1", router="router.test")
     bundle = export_hosts(folder, collection(SUM), CONFIG)
     one = Engine.open(in_one_process(folder, collection(SUM), CONFIG, bundle))
-    models = [each.model for each in open_bundle(bundle).manifest.hosts]
+    models = [host.model for host in open_bundle(bundle).manifest.hosts]
     tls = ("--tls-cert", str(pems / "host.pem"), "--tls-key", str(pems / "host.key"))
     with running(
         only(folder / "r", models, folder / "hosts"),
@@ -81,9 +81,9 @@ def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_pa
         *("--hosts-metadata", str(metadata)),
     )
     with running(own) as router, LookupClient(router.grpc, MODEL, 30) as client:
-        found = client.lookup(ASKED)
+        answer = client.lookup(ASKED)
     for name, rows in closed.one.lookup(ASKED).items():
-        np.testing.assert_array_equal(found[name], rows)
+        np.testing.assert_array_equal(answer[name], rows)
 
 
 @pytest.mark.promise("With mutual TLS only routers reach hosts")

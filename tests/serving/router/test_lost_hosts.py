@@ -146,7 +146,7 @@ def test_zeros_are_counted_by_table_and_a_mean_counts_the_ids_that_are_missing(s
 
 def rank_of(served: Faulty) -> int:
     ranks = served.versions[1].one.bundle.manifest.plan.ranks
-    (rank,) = (number for number, each in enumerate(ranks) if each.host == served.lost)
+    (rank,) = (number for number, rank in enumerate(ranks) if rank.host == served.lost)
     return rank
 
 
@@ -265,7 +265,7 @@ def load_of(asks: list[Ask], *either: Engine) -> Iterator[list[object]]:
     """Ask all the time, one caller for each. Gets a list of what was refused, or is the answer of no engine."""
     ended, wrong = threading.Event(), list[object]()
     requests = [bags(EVERY, seed) for seed in range(8)]
-    answers = [[engine.lookup(each) for engine in either] for each in requests]
+    answers = [[engine.lookup(request) for engine in either] for request in requests]
 
     def run(ask: Ask) -> None:
         while not ended.wait(BREATH_S):

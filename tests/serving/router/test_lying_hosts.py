@@ -48,7 +48,7 @@ class Served:
 
     def addresses(self, liar: str | None = None) -> dict[int, str]:
         """Of the hosts, the liar perhaps elsewhere."""
-        addresses = {number: each.address for number, each in self.hosts.items()}
+        addresses = {number: host.address for number, host in self.hosts.items()}
         return addresses if liar is None else {**addresses, self.liar: liar}
 
 
@@ -75,8 +75,8 @@ def liar(served: Served) -> Iterator[FakeHost]:
 def opened(served: Served, **options: Any) -> Iterator[Engine]:
     with Engine.open(
         served.version.bundle, HostsConfig(addresses=served.addresses(), timeout_s=TIMEOUT_S, **options)
-    ) as found:
-        yield found
+    ) as file:
+        yield file
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def engine(served: Served) -> Iterator[Engine]:
 
 def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
     """Two requests of one batch: the one that needs the liar is refused by its name, the other is answered right."""
-    asked = [encode(bags(features, seed), ()) for seed, features in enumerate((served.needed, served.kept))]
-    error, answer = engine.answer([accept(engine.schema, each) for each in asked]).outcomes()
+    messages = [encode(bags(features, seed), ()) for seed, features in enumerate((served.needed, served.kept))]
+    error, answer = engine.answer([accept(engine.schema, message) for message in messages]).outcomes()
     assert type(error) is HostUnavailable
     message = str(error)
     assert message.startswith("tables ")
@@ -99,7 +99,7 @@ def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
     assert message.isprintable()
     assert len(message) <= 1000
     assert isinstance(answer, dict)
-    np.testing.assert_array_equal(answer[EMBEDDINGS], served.version.one.outputs(asked[1])[EMBEDDINGS])
+    np.testing.assert_array_equal(answer[EMBEDDINGS], served.version.one.outputs(messages[1])[EMBEDDINGS])
 
 
 @pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
@@ -111,7 +111,7 @@ def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    ("lie", "said"), one_in(3, [pytest.param(*each, id=name) for name, each in BEHAVIOURS.items()])
+    ("lie", "said"), one_in(3, [pytest.param(*value, id=name) for name, value in BEHAVIOURS.items()])
 )
 def test_a_lie_harms_those_alone_that_need_the_host(
     served: Served, engine: Engine, liar: FakeHost, lie: Behaviour, said: str, refuses: int
@@ -191,15 +191,15 @@ def test_bundles_of_another_plan_are_refused_when_the_engine_opens(served: Serve
     repository = shutil.copytree(served.version.bundle.parent.parent, tmp_path / "r")
     router = repository / "movies" / "1"
     hosts = []
-    for each in open_bundle(router).manifest.hosts:
-        bundle = path_of(router, each)
+    for host in open_bundle(router).manifest.hosts:
+        bundle = path_of(router, host)
         part = open_bundle(bundle).manifest.part_of
         assert part is not None
         edit_manifest(bundle, part_of=replaced(part, plan="0" * 64))
-        hosts.append(replaced(each, manifest=open_bundle(bundle).digest))
+        hosts.append(replaced(host, manifest=open_bundle(bundle).digest))
     edit_manifest(router, hosts=tuple(hosts))
     with fake_hosts(router) as honest:
-        assert_refused_as_another_part(router, {number: each.address for number, each in honest.items()})
+        assert_refused_as_another_part(router, {number: value.address for number, value in honest.items()})
 
 
 def test_answers_larger_than_the_first_limit_are_taken(served: Served, engine: Engine) -> None:

@@ -65,7 +65,7 @@ TIMEOUT_S = 2.0
 def without(bags: dict[str, Any], tables: set[str]) -> dict[str, Any]:
     """The same without ids of some tables."""
     lost = {feature for spec in (*MIXED, RAW) if spec.name in tables for feature in spec.features}
-    return {name: [[] for _ in each] if name in lost else each for name, each in bags.items()}
+    return {name: [[] for _ in bag] if name in lost else bag for name, bag in bags.items()}
 
 
 @pytest.mark.promise("Scores that need a lost host are refused in the same way, also when merged with others")
@@ -75,13 +75,13 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
     router = export_hosts(tmp_path, module, WHOLE)
     one = Engine.open(in_one_process(tmp_path, module, WHOLE, router))
     plan = open_bundle(router).manifest.plan
-    hosts = {name: {plan.ranks[each.rank].host for each in shards} for name, shards in plan.shards_by_table.items()}
+    hosts = {name: {plan.ranks[shard.rank].host for shard in shards} for name, shards in plan.shards_by_table.items()}
     (lost,) = hosts["user"]
-    needed = {name for name, found in hosts.items() if lost in found}
+    needed = {name for name, host in hosts.items() if lost in host}
     bags, dense = zip(*(random_whole(np.random.default_rng(seed), 1 + seed) for seed in range(8)), strict=True)
     for each in bags:
         each["user_id"][0] = [1, 2]
-    asked = [*zip(bags, dense, strict=True), *zip((without(each, needed) for each in bags), dense, strict=True)]
+    asked = [*zip(bags, dense, strict=True), *zip((without(bag, needed) for bag in bags), dense, strict=True)]
     expected = [one.score(*each) for each in asked]
     # By number of the request: right answers since it was last looked at, wrong ones, and what others were told.
     right, wrong, told, stopped = Counter[int](), list[int](), list[tuple[int, str]](), threading.Event()
@@ -129,10 +129,10 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         for number, said in told:
             assert number < 8, said
             assert f": host {lost} ({MODEL}-host-{lost} version 1" in said
-        found = engine.score(bags[3], dense[3])
+        scores = engine.score(bags[3], dense[3])
         looked_up = engine.lookup(bags[3])
     assert not looked_up["user_id"].any()
-    embeddings = np.concatenate([looked_up[each.name] for each in one.bundle.manifest.features], axis=1)
+    embeddings = np.concatenate([looked_up[feature.name] for feature in one.bundle.manifest.features], axis=1)
     for name, numbers in module.behind(embeddings, dense[3]).items():
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-5)
-        assert np.abs(found[name] - expected[3][name]).max() > 1e-3
+        np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-5)
+        assert np.abs(scores[name] - expected[3][name]).max() > 1e-3

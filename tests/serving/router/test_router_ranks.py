@@ -76,10 +76,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     router = export_hosts(folder, module, config)
     one = Engine.open(in_one_process(folder, module, config, router))
     hosts = open_bundle(router).manifest.hosts
-    assert [each.host for each in hosts] == [0, 1, 2, 3]
+    assert [host.host for host in hosts] == [0, 1, 2, 3]
     # One server has all hosts, as far as answers go: each is a model of its own.
-    with running(only(folder / "r", [each.model for each in hosts], folder / "hosts")) as server:
-        addresses = {each.host: server.grpc for each in hosts}
+    with running(only(folder / "r", [host.model for host in hosts], folder / "hosts")) as server:
+        addresses = {host.host: server.grpc for host in hosts}
         own = only(folder / "r", [MODEL], folder / "router")
         configure(own / MODEL, {host: [address] for host, address in addresses.items()})
         with running(own) as routing:
@@ -104,7 +104,7 @@ def requests(served: Served, seed: int = 0) -> Iterator[dict[str, Any]]:
         first = next(iter(bags.values()))
         if first and first[0]:
             first[0][0] = 2**40  # outside: policy zero or modulo
-        yield {name: _arrays(random, each, served.weighted) for name, each in bags.items()}
+        yield {name: _arrays(random, bag, served.weighted) for name, bag in bags.items()}
 
 
 def _arrays(random: np.random.Generator, bags: list[list[int]], weighted: bool) -> tuple[Any, ...]:
@@ -240,14 +240,14 @@ def test_every_replica_is_seen_by_itself(served: Served) -> None:
         assert (up.address, up.problem, down.address) == (served.addresses[each.host], None, "127.0.0.1:1")
         assert down.problem is not None
         assert "Connection refused" in down.problem
-    assert {each.address for each in found[3].replicas} <= {"127.0.0.1:1", "[::1]:1"}
+    assert {replica.address for replica in found[3].replicas} <= {"127.0.0.1:1", "[::1]:1"}
     assert found[3].up == 0
 
 
 def test_a_replica_of_another_export_is_not_up(served: Served) -> None:
     manifest = open_bundle(served.bundle).manifest
-    other = [msgspec.structs.replace(each, manifest="0" * 64) for each in manifest.hosts[:1]]
-    another = [msgspec.structs.replace(each, version=2) for each in manifest.hosts[1:2]]
+    other = [msgspec.structs.replace(host, manifest="0" * 64) for host in manifest.hosts[:1]]
+    another = [msgspec.structs.replace(host, version=2) for host in manifest.hosts[1:2]]
     changed = msgspec.structs.replace(manifest, hosts=(*other, *another, *manifest.hosts[2:]))
     found = asyncio.run(replicas_of(changed, HostsConfig(addresses=served.addresses, timeout_s=20)))
     assert [each.up for each in found] == [0, 0, 1, 1]
@@ -268,12 +268,12 @@ def test_a_router_shows_its_hosts(served: Served) -> None:
     assert done.returncode == 0, done.stderr
     (model,) = json.loads(done.stdout)["models"]
     (version,) = model["versions"]
-    assert [(each["host"], each["model"], each["version"]) for each in version["hosts"]] == [
+    assert [(host["host"], host["model"], host["version"]) for host in version["hosts"]] == [
         (number, f"{MODEL}-host-{number}", 1) for number in range(4)
     ]
     assert all(
-        each["replicas"] == [{"address": served.addresses[each["host"]], "problem": None}]
-        for each in version["hosts"]
+        host["replicas"] == [{"address": served.addresses[host["host"]], "problem": None}]
+        for host in version["hosts"]
     )
     assert f"{MODEL}-host-3" in tbe_serve("status", served.router).stdout
 

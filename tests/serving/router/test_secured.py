@@ -36,7 +36,7 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hosts(pems: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A router's bundle with sums in FP16, and the address of its hosts, which want certificates."""
     router = export_hosts(tmp_path, mixed(), replace(CONFIG, sums_dtype=OutputDtype.FP16))
-    models = [each.model for each in open_bundle(router).manifest.hosts]
+    models = [host.model for host in open_bundle(router).manifest.hosts]
     tls = ("--tls-cert", str(pems / "server.pem"), "--tls-key", str(pems / "server.key"))
     with running(
         only(router.parent.parent, models, tmp_path / "hosts"), *tls, "--tls-client-ca", str(pems / "root.pem")
@@ -88,7 +88,7 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
     tls = ("--tls-cert", str(shared / "server.pem"), "--tls-key", str(shared / "server.key"))
     age = ("--", "--grpc-max-connection-age=1500")
     bundle = export_hosts(tmp_path, mixed(), CONFIG)
-    models = [each.model for each in open_bundle(bundle).manifest.hosts]
+    models = [host.model for host in open_bundle(bundle).manifest.hosts]
     repository = bundle.parent.parent
     failed: list[Exception] = []
     ended = threading.Event()
@@ -112,8 +112,8 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
                     expected = client.lookup(bags)
                     while not ended.is_set():
                         try:
-                            found = client.lookup(bags)
-                            assert all((found[name] == expected[name]).all() for name in expected)
+                            answer = client.lookup(bags)
+                            assert all((answer[name] == expected[name]).all() for name in expected)
                             answered += 1
                         except (ServingError, AssertionError) as error:
                             failed.append(error)
@@ -146,7 +146,7 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
 
 def _is_another(server: Running, before: set[int]) -> bool:
     """Whether a process of tritonserver that was not there `before` is the only one."""
-    here = [each.pid for each in tritonservers_of(server.process)]
+    here = [process.pid for process in tritonservers_of(server.process)]
     return len(here) == 1 and here[0] not in before
 
 

@@ -32,7 +32,7 @@ def options(access: Access) -> dict[str, str]:
 def test_by_default_this_machine_alone_and_only_lookups() -> None:
     assert "http-address" not in options(Access())
     found = options(Access(http=True))
-    assert {found[f"{each}-address"] for each in ("grpc", "http")} == {"127.0.0.1"}
+    assert {found[f"{name}-address"] for name in ("grpc", "http")} == {"127.0.0.1"}
     closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
     assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
 
@@ -137,8 +137,8 @@ def test_certificates_are_usable_that_somebody_would_accept_now(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "chain.pem"
-    parts = [pem(each, is_authority=False) for each in leaves] + [
-        pem(each, is_authority=True) for each in authorities
+    parts = [pem(leaf, is_authority=False) for leaf in leaves] + [
+        pem(authority, is_authority=True) for authority in authorities
     ]
     path.write_bytes(b"".join(parts))
     with nullcontext() if is_usable else pytest.raises(ConfigurationError, match=r"chain\.pem: is not valid now"):

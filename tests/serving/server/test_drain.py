@@ -103,8 +103,8 @@ def calling(url: str, authority: Path | None) -> Iterator[Counted]:
             yield counted
         finally:
             over.set()
-        for each in threads:
-            each.result()
+        for thread in threads:
+            thread.result()
 
 
 def wait_for_more(counted: Counted) -> None:

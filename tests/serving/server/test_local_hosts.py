@@ -93,9 +93,9 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
     config = (published.repository / MODEL / "config.pbtxt").read_bytes()
     with started(published.repository, "--json") as process:
         said = json.loads(lines(process, 1)[0])
-        hosts = [[each["name"] for each in host["models"]] for host in said["hosts"]]
+        hosts = [[model["name"] for model in host["models"]] for host in said["hosts"]]
         assert hosts == [[f"{MODEL}-host-0"], [f"{MODEL}-host-1"]]
-        assert [each["name"] for each in said["models"]] == ["m", MODEL]
+        assert [model["name"] for model in said["models"]] == ["m", MODEL]
         assert (published.repository / MODEL / "config.pbtxt").read_bytes() == config
         tritons = tritonservers(process)
         assert len(tritons) == 3
@@ -112,7 +112,7 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
         tritons = tritonservers(process)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENT_S) == 0
-        assert [each for each in tritons if each.is_running()] == []
+        assert [triton for triton in tritons if triton.is_running()] == []
         assert process.stderr is not None
         told = process.stderr.read()
         assert " ERROR tbe-serve server_died: host 0: tritonserver died (SIGKILL); restarting" in told
@@ -128,7 +128,7 @@ def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
         tritons = tritonservers(process)
         tritons[0].kill()
         assert process.wait(PATIENT_S) == 128 + signal.SIGKILL
-        assert [each for each in tritons if each.is_running()] == []
+        assert [triton for triton in tritons if triton.is_running()] == []
 
 
 @pytest.mark.long

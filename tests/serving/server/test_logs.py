@@ -46,19 +46,19 @@ def test_all_that_happens_is_a_line_of_json(tmp_path: Path) -> None:
     for each in events:
         assert {"time", "level", "source", "event", "message"} <= each.keys()
         assert "\x1b" not in each["message"]
-    assert [each["time"] for each in events] == sorted(each["time"] for each in events)
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     for event, expected in EVENTS.items():
         found = [each for each in events if each["event"] == event]
         assert {(each["level"], each["source"]) for each in found} == {expected}, event
         assert {each["model"] for each in found} == {"m"}
-    (switched,) = [each for each in events if each["event"] == "switched"]
+    (switched,) = [event for event in events if event["event"] == "switched"]
     assert (switched["version"], switched["message"]) == (1, "model 'm': serves version 1, before 2")
-    assert {each["version"] for each in events if each["event"] in ("model_died", "model_recovered")} == {1}
-    refused = [each for each in events if each["event"] == "refused"]
+    assert {event["version"] for event in events if event["event"] in ("model_died", "model_recovered")} == {1}
+    refused = [event for event in events if event["event"] == "refused"]
     assert refused[0]["version"] == 2
     assert refused[0]["message"].startswith("feature 'x': ")
     assert len(refused) < 20  # of 50: at most one in ten seconds
     order = [
-        each["event"] for each in events if each["event"] in ("ready", "model_died", "model_recovered", "stopping")
+        event["event"] for event in events if event["event"] in ("ready", "model_died", "model_recovered", "stopping")
     ]
     assert order == ["ready", "model_died", "model_recovered", "stopping"]

@@ -111,7 +111,7 @@ def test_the_models_that_options_load() -> None:
 
 def test_a_crowded_repository_is_served(crowded: Path, tmp_path: Path) -> None:
     with run_server(crowded, FREE, log=tmp_path / "log", options=["--load-model=echo"]) as server:
-        (warning,) = [each for each in server.warnings if "tbe-export" in each]
+        (warning,) = [warning for warning in server.warnings if "tbe-export" in warning]
         assert "did not make them: ensemble, onnx one; to serve" in warning
         assert {model.name for model in server.models} >= {"m"}
         with (
@@ -119,11 +119,11 @@ def test_a_crowded_repository_is_served(crowded: Path, tmp_path: Path) -> None:
             tritonclient.grpc.InferenceServerClient(server.grpc) as other,
         ):
             assert len(client.lookup({"x": [[1]]})["x"]) == 1
-            asked = tritonclient.grpc.InferInput("x", [1], "INT32")
-            asked.set_data_from_numpy(np.array([5], np.int32))
-            np.testing.assert_array_equal(other.infer("echo", [asked], client_timeout=60).as_numpy("y"), [5])
+            input_ = tritonclient.grpc.InferInput("x", [1], "INT32")
+            input_.set_data_from_numpy(np.array([5], np.int32))
+            np.testing.assert_array_equal(other.infer("echo", [input_], client_timeout=60).as_numpy("y"), [5])
         control = server.control(60)
-        assert ("m", 1, "READY") in {(each.model, each.version, each.state) for each in control.index()}
+        assert ("m", 1, "READY") in {(model.model, model.version, model.state) for model in control.index()}
         assert control.load("m") == (1,)
         (crowded / "dangling").unlink()
         os.mkdir(bytes(crowded) + b"/later\xff")

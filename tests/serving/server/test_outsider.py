@@ -87,7 +87,7 @@ def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_mak
             client.lookup({"x": [[-1]]})
         wait_for_capture(place / "captured" / "m.jsonl")
         children = psutil.Process(server.process.pid).children(recursive=True)
-        processes = [server.process.pid, *(each.pid for each in children)]
+        processes = [server.process.pid, *(child.pid for child in children)]
         mine = {path for path in {*SHARED.iterdir()} - shared if is_of(path, processes, server.process.pid)}
         made = below(place / "tmp", place / "captured") | mine
         # Nothing was overlooked: a socket, regions, keys, a live copy of the weights, what was captured.
@@ -103,8 +103,8 @@ def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_mak
 def is_of(path: Path, processes: list[int], server: int) -> bool:
     """Whether a file in /dev/shm is of these processes: others serve at the same time."""
     try:
-        maps = "".join((Path("/proc") / str(each) / "maps").read_text() for each in processes)
-        held = {each.path for each in psutil.Process(server).open_files()}
+        maps = "".join((Path("/proc") / str(process) / "maps").read_text() for process in processes)
+        held = {file.path for file in psutil.Process(server).open_files()}
     except (OSError, psutil.Error):
         return False
     return str(path) in maps or str(path) in held
@@ -153,5 +153,5 @@ def test_another_user_would_be_noticed(place: Path) -> None:
         (folder / "socket").chmod(0o777)
         found = try_all([folder / "read", folder / "changed", folder / "socket", folder], [])
     assert found >= {("read", f"{folder}/read"), ("rename", f"{folder}/read"), ("list", str(folder))}
-    assert found >= {(each, f"{folder}/changed") for each in ("read", "write", "truncate")}
+    assert found >= {(name, f"{folder}/changed") for name in ("read", "write", "truncate")}
     assert found >= {("connect", f"{folder}/socket"), ("create", str(folder))}

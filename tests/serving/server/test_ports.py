@@ -48,15 +48,15 @@ while True:
 
 def answers(port: int) -> Counter[str]:
     """Who answers fifty new connections. The first that is turned away is the last."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     for _ in range(50):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-                found[connection.recv(10).decode()] += 1
+                counter[connection.recv(10).decode()] += 1
         except ConnectionResetError:
-            found["turned away"] += 1
+            counter["turned away"] += 1
             break
-    return found
+    return counter
 
 
 @pytest.mark.promise("TLS certificates and authorities are renewed under load without a failed call")

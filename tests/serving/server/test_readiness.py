@@ -72,7 +72,7 @@ def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops
             )
             assert asked(server.operations, "/livez") == LIVE
         waiting.join(60)
-        assert [each.shape for each in answers] == [(1, 8)]
+        assert [answer.shape for answer in answers] == [(1, 8)]
         assert server.process.wait(60) == 0
 
 

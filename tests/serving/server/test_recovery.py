@@ -130,7 +130,7 @@ def test_a_model_serves_again_whose_process_is_killed_as_it_begins_to_be_loaded_
         before = stubs(triton, "m")
         kill_stubs(triton, "m")
         deadline = time.monotonic() + 60
-        while not any(each not in before for each in stubs(triton, "m")):
+        while not any(stub not in before for stub in stubs(triton, "m")):
             assert time.monotonic() < deadline
         kill_stubs(triton, "m")
         wait_for_answer(client)

@@ -78,7 +78,7 @@ def pems(tmp_path: Path) -> Pems:
         name: write_certificates(tmp_path / name, server="127.0.0.1") for name in ("first", "second", "third")
     }
     roots = tmp_path / "roots.pem"
-    roots.write_bytes(b"".join((each / "root.pem").read_bytes() for each in authorities.values()))
+    roots.write_bytes(b"".join((authority / "root.pem").read_bytes() for authority in authorities.values()))
     return Pems(Path(shutil.copytree(authorities["first"], tmp_path / "served")), roots, authorities)
 
 
@@ -126,13 +126,13 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
             yield asked
         finally:
             ended.set()
-        for each in threads:
-            each.result()
+        for thread in threads:
+            thread.result()
 
 
 def processes(server: Running) -> set[int]:
     """Those of tritonserver."""
-    return {each.pid for each in tritonservers_of(server.process)}
+    return {process.pid for process in tritonservers_of(server.process)}
 
 
 def is_over(server: Running, pems: Pems, name: str, before: set[int]) -> bool:
@@ -142,7 +142,7 @@ def is_over(server: Running, pems: Pems, name: str, before: set[int]) -> bool:
 
 
 def restarts(server: Running) -> int:
-    (line,) = [each for each in page(server, "/metrics").splitlines() if each.startswith("tbe_restarts_total ")]
+    (line,) = [line for line in page(server, "/metrics").splitlines() if line.startswith("tbe_restarts_total ")]
     return int(line.split()[1])
 
 

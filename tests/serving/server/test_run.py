@@ -108,16 +108,16 @@ def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_p
     gate.touch()
     slow_start(bundle, gate)
 
-    others = {each.pid for each in psutil.Process().children()}  # such as a server that tests share
+    others = {child.pid for child in psutil.Process().children()}  # such as a server that tests share
 
     def kill() -> None:
         killed: set[int] = set()
         while len(killed) < times:
-            for each in psutil.Process().children():
+            for child in psutil.Process().children():
                 # It has the model's process, which waits. One that was killed may be a zombie for a while.
-                if each.name() == "tritonserver" and each.pid not in others | killed and each.children():
-                    each.kill()
-                    killed.add(each.pid)
+                if child.name() == "tritonserver" and child.pid not in others | killed and child.children():
+                    child.kill()
+                    killed.add(child.pid)
             time.sleep(0.05)
         gate.unlink()
 
@@ -186,9 +186,9 @@ def test_a_server_and_its_models_have_tcmalloc_where_it_is_there(
 
     def have_it() -> list[bool]:
         with run_server(one_model, FREE) as server:
-            processes = [server.process.pid, *(each.pid for each in psutil.Process(server.process.pid).children())]
+            processes = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children())]
             assert len(processes) == 2
-            return ["tcmalloc" in Path(f"/proc/{each}/maps").read_text() for each in processes]
+            return ["tcmalloc" in Path(f"/proc/{process}/maps").read_text() for process in processes]
 
     assert have_it() == [True, True]
     monkeypatch.setenv("LD_PRELOAD", "")

@@ -35,7 +35,7 @@ def descendants(process: int) -> list[int]:
         for task in Path(f"/proc/{process}/task").iterdir()
         for child in (task / "children").read_text().split()
     ]
-    return children + [each for child in children for each in descendants(child)]
+    return children + [process for child in children for process in descendants(child)]
 
 
 def test_servers_and_instances_on_one_bundle_share_one_copy_of_its_weights(tmp_path: Path) -> None:
@@ -58,5 +58,5 @@ def test_servers_and_instances_on_one_bundle_share_one_copy_of_its_weights(tmp_p
             with LookupClient(server.grpc, "m", timeout_s=30) as client:
                 client.lookup(every_row)
         pss = [weights_pss_bytes(server.process.pid, "/m/1/weights.0.bin") for server in (one, two)]
-    assert [len(each) for each in pss] == [1, 2]
+    assert [len(share) for share in pss] == [1, 2]
     assert 0 < sum(map(sum, pss)) < 1.1 * size  # what is shared counts once; what the kernel took back, not at all

@@ -277,5 +277,5 @@ def test_file_systems_of_huge_pages_are_found(tmp_path: Path) -> None:
     (tmp_path / "covered").mkdir()
     lines.append(f"10 1 0:9999 / {tmp_path}/covered rw - tmpfs none rw,huge=always\n")
     (tmp_path / "mountinfo").write_text("".join(lines))
-    found = [(each.path.name, each.is_hugetlbfs) for each in huge_page_folders(tmp_path / "mountinfo")]
+    found = [(folder.path.name, folder.is_hugetlbfs) for folder in huge_page_folders(tmp_path / "mountinfo")]
     assert found == [("with space and é", True), ("always", False)]

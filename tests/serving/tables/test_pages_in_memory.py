@@ -24,7 +24,7 @@ def test_small_and_huge_pages_of_a_file_are_told_apart(tmp_path: Path) -> None:
         assert size_of(path) < whole
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
             pages.madvise(mmap.MADV_HUGEPAGE)
-            assert not any(pages[at] for at in range(0, len(pages), mmap.PAGESIZE))
+            assert not any(pages[number] for number in range(0, len(pages), mmap.PAGESIZE))
             assert cached(path) == Cached(whole, huge_of(path))
             expect_huge(huge_of(path), 3 * HUGE_PAGE, tmp_path)
 

@@ -51,14 +51,14 @@ def test_every_page_that_a_row_lies_in_is_asked_for_and_no_other(
     config = ExportConfig(dtype={"*": dtype}, sharding=SHARDED[how])
     bundle = open_bundle(export_model(collection(SPECS), tmp_path / "r", "m", config))
     expected = set()
-    for shard in (each for pieces in bundle.manifest.plan.pieces_by_table.values() for each in pieces):
-        table = next(each for each in bundle.manifest.tables if each.name == shard.table)
+    for shard in (piece for pieces in bundle.manifest.plan.pieces_by_table.values() for piece in pieces):
+        table = next(table for table in bundle.manifest.tables if table.name == shard.table)
         size = table.dtype.row_bytes(shard.columns[1] - shard.columns[0])
         for row in ROWS[shard.table]:
             if shard.rows[0] <= row < shard.rows[1]:
                 start = shard.offset_bytes + (row - shard.rows[0]) * size
                 name = bundle.manifest.plan.ranks[shard.rank].weights_file
-                expected |= {(name, at // mmap.PAGESIZE) for at in range(start, start + size)}
+                expected |= {(name, number // mmap.PAGESIZE) for number in range(start, start + size)}
     with Engine.open(bundle.path) as engine:
         batch = batch_of(engine, FEATURES)
         files = {name: bundle.path / name for name in bundle.manifest.weights_files}

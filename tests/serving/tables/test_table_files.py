@@ -90,7 +90,7 @@ def test_weights_are_brought_into_memory_behind(bundle: Bundle, tmp_path: Path) 
 
 def own_threads(before: list[threading.Thread]) -> list[threading.Thread]:
     """Those of weights that were not there before: engines of other tests may be left."""
-    return [each for each in threading.enumerate() if each.name == "weights" and each not in before]
+    return [thread for thread in threading.enumerate() if thread.name == "weights" and thread not in before]
 
 
 def test_an_engine_that_is_closed_has_no_thread_left(bundle: Bundle) -> None:

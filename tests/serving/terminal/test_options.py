@@ -158,7 +158,7 @@ def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
 
 def typed(command: str, param: Any, value: str, port: str) -> list[str]:
     arguments, options, _ = BASES[command]
-    options = [port if each == "TAKEN" else each for each in options]
+    options = [port if option == "TAKEN" else option for option in options]
     if param.param_type_name == "option":
         if param.opts[0] in options:  # an option is given once
             at = options.index(param.opts[0])
@@ -166,7 +166,8 @@ def typed(command: str, param: Any, value: str, port: str) -> list[str]:
         options += [param.opts[0]] if param.is_flag else [param.opts[0], value]
     elif param.name in ARGUMENTS[command] and ARGUMENTS[command].index(param.name) < len(arguments):
         arguments = [
-            value if name == param.name else each for name, each in zip(ARGUMENTS[command], arguments, strict=False)
+            value if name == param.name else argument
+            for name, argument in zip(ARGUMENTS[command], arguments, strict=False)
         ]
     else:
         arguments = [*arguments, value]

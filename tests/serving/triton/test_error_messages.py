@@ -167,11 +167,11 @@ def test_lookups_that_a_huge_one_left_no_room_for_may_be_tried_again(one_model: 
     ):
         right = client.lookup({"x": [[1]]})["x"]
         outcomes = at_once([lambda: client.lookup(huge)] * 4 + [lambda: patient.lookup({"x": [[1]]})] * 12)
-        for told in outcomes[:4]:
-            assert isinstance(told, SharedMemoryFull)
-            assert told.retryable
-            assert str(told).endswith("send less at once, or raise --shm-mib: try again")
-        for told in outcomes[4:]:
-            if not isinstance(told, SharedMemoryFull):  # it was tried thrice, each time beside a huge one
-                np.testing.assert_array_equal(told["x"], right)
+        for outcome in outcomes[:4]:
+            assert isinstance(outcome, SharedMemoryFull)
+            assert outcome.retryable
+            assert str(outcome).endswith("send less at once, or raise --shm-mib: try again")
+        for outcome in outcomes[4:]:
+            if not isinstance(outcome, SharedMemoryFull):  # it was tried thrice, each time beside a huge one
+                np.testing.assert_array_equal(outcome["x"], right)
         np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], right)
