@@ -1,6 +1,5 @@
 """Repositories in an object store, on a real S3 server: published and brought whole, served and rolled out from there."""
 
-import hashlib
 import json
 import os
 import random
@@ -48,9 +47,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 @pytest.fixture
 def url(s3: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A repository in the store that has nothing yet."""
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}/models"
+    return f"{s3.new_prefix(monkeypatch, request)}/models"
 
 
 def key_of(url: str, name: str) -> str:

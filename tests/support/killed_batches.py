@@ -44,7 +44,8 @@ def killed(bundle: Path, day: Path, folder: str, kills: int) -> dict[str, Any]:
 
 
 def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
-    """Kill runs until so many are killed. A killed run is started again; the one after a whole run has another output."""
+    """Start runs and kill them, until `kills` were killed. After a killed run, the next run has the same output; after a
+    run that ended by itself, a new one."""
     from serving.batch.run import score_files
     from serving.batch.sources import BundleSource
     from serving.engine import Engine  # noqa: F401  children would import it

@@ -1,5 +1,6 @@
 """A real S3 server: moto's, in a process of its own."""
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import boto3
+import pytest
 
 PATIENCE_S = 60.0
 BUCKET = "bucket"
@@ -38,6 +40,12 @@ class S3(NamedTuple):
             "AWS_SECRET_ACCESS_KEY": "anything",
             "AWS_REGION": "us-east-1",
         }
+
+    def new_prefix(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+        """Name the server in the environment. Returns a URL in the bucket that a test has for itself."""
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}"
 
     def asked(self) -> list[tuple[str, str]]:
         """The method and the key of each request so far."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +19,7 @@ from serving.errors import ConfigurationError, InvalidRequest, ServerUnavailable
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
 from tests.support.killed_batches import killed
 from tests.support.s3 import BUCKET, S3, s3_server
+from tests.support.stopped_runs import Stopped, stop_after
 
 PARTS = -(-ROWS // ROW_GROUP)
 
@@ -32,10 +33,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 @pytest.fixture
 def url(s3: S3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """A prefix in the store that has nothing yet."""
-    for name, value in s3.environment.items():
-        monkeypatch.setenv(name, value)
     objects.objects_of.cache_clear()
-    return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}"
+    return s3.new_prefix(monkeypatch, request)
 
 
 def put(s3: S3, url: str, path: Path) -> str:
@@ -51,18 +50,6 @@ def stored(url: str) -> dict[str, bytes]:
 
 def scores_in(url: str) -> dict[str, bytes]:
     return {name: content for name, content in stored(url).items() if not name.startswith("_")}
-
-
-class Stopped(Exception):
-    """As if the run were killed: what it wrote stays."""
-
-
-def stop_after(rows: int) -> Callable[[int, int], None]:
-    def progress(done: int, _: int) -> None:
-        if done >= rows:
-            raise Stopped
-
-    return progress
 
 
 def test_a_prefix_a_glob_and_an_object_are_found(url: str, s3: S3, tmp_path: Path) -> None:

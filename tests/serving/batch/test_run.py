@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,9 @@ from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
 from tests.support.deadlines import PATIENT_S
 from tests.support.killed_batches import killed
 from tests.support.memory_limit import NoControlGroup, memory_limit
+from tests.support.stopped_runs import Stopped, stop_after
 
 ROOT = Path(__file__).parents[3]
-
-
-class Stopped(Exception):
-    """As if the run were killed: what it wrote stays."""
-
-
-def stop_after(rows: int) -> Callable[[int, int], None]:
-    def progress(done: int, _: int) -> None:
-        if done >= rows:
-            raise Stopped
-
-    return progress
 
 
 def test_a_folder_of_scores_has_a_row_for_each_row(bundle: Path, day: Path, tmp_path: Path) -> None:
