@@ -16,7 +16,7 @@ from pyarrow import ArrowException
 from pyarrow.parquet import read_metadata
 
 from serving.batch.inputs import Part
-from serving.batch.journal import JOURNAL, METADATA, Journal, check_continues, decode_journal
+from serving.batch.journal import JOURNAL, METADATA, Journal, check_continues, decode_journal, other_scores
 from serving.errors import ConfigurationError
 from serving.files import make_content, put_in_place, read_file, replacing
 
@@ -93,10 +93,7 @@ class FolderOutput:
             raise ConfigurationError(f"{self.out}: expected no such file or folder, or earlier scores: name another")
         finished = bool(digest.decode() == journal.digest)
         if not finished and not restart:
-            raise ConfigurationError(
-                f"{self.out}: has scores of another bundle, of other inputs or with other options: name another "
-                "folder, or replace it with --restart"
-            )
+            raise other_scores(self.out, "folder")
         return finished
 
     def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:

@@ -46,6 +46,15 @@ class InputFile(Strict, frozen=True):
         """
         if read_input(self.path) != self:
             raise ConfigurationError(f"{self.path}: changed while it was scored: start again with --restart")
+        return self._parquet()
+
+    @property
+    def schema(self) -> Any:
+        """Its columns, as a pyarrow Schema."""
+        with self._parquet() as parquet:
+            return parquet.schema_arrow
+
+    def _parquet(self) -> ParquetFile:
         return open_parquet(self.path, ObjectState(self.size_bytes, self.e_tag))
 
 

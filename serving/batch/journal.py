@@ -71,6 +71,14 @@ def check_continues(out: Path | str, earlier: Journal, journal: Journal) -> None
     )
 
 
+def other_scores(out: Path | str, place: str) -> ConfigurationError:
+    """The error for an output that has the scores of another run. `place`: what `out` is, such as "folder"."""
+    return ConfigurationError(
+        f"{out}: has scores of another bundle, of other inputs or with other options: name another {place}, or "
+        "replace them with --restart"
+    )
+
+
 def _difference(earlier: Journal, journal: Journal) -> tuple[str, Any, Any]:
     """What differs first between two runs, and how it is in each."""
     if earlier.scores_of != journal.scores_of:

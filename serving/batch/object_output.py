@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from serving.batch.inputs import Part
-from serving.batch.journal import Journal, check_continues, decode_journal
+from serving.batch.journal import Journal, check_continues, decode_journal, other_scores
 from serving.batch.objects import Objects, objects_of
 from serving.errors import ConfigurationError
 
@@ -53,10 +53,7 @@ class ObjectOutput:
             return False
         finished = self._objects.read(SUCCESS) == _success(journal)
         if not finished and not restart:
-            raise ConfigurationError(
-                f"{self.url}: has scores of another bundle, of other inputs or with other options: name another "
-                "prefix, or replace them with --restart"
-            )
+            raise other_scores(self.url, "prefix")
         return finished
 
     def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:

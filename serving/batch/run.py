@@ -123,8 +123,7 @@ def _check_columns(files: Sequence[InputFile], columns: BatchColumns) -> None:
     """Refuse files that lack a column, and columns that are carried over in different types."""
     first = None
     for file in files:
-        with file.open() as parquet:
-            schema = parquet.schema_arrow
+        schema = file.schema
         columns.of_file(file.path, schema)
         kept = {name: schema.field(name).type for name in columns.keep}
         first = kept if first is None else first
