@@ -68,7 +68,7 @@ class Candidate:
     Attributes:
         call: sends a serialized request, and returns the serialized answer.
         messages: its requests.
-        process: the server's process. Its children answer requests, too.
+        process: the server's process. Its children may answer requests as well.
     """
 
     call: Callable[[bytes], bytes]

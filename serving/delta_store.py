@@ -143,7 +143,7 @@ class DeltaStore(Store):
         with _writing(folder):
             last = reached(steps_in(folder), lineage.since)
         changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
-        # If the last delta was replaced, earlier ones may have been, too.
+        # If the last delta was replaced, earlier deltas may have been replaced with it.
         if last > lineage.since and any(int(name[:12]) == last for name in changed):
             self.bring(lineage.model, lineage.name, lineage.since)
 

@@ -54,7 +54,7 @@ def crossed_of(build: Builder, product: Product) -> Crossed | None:
 
 
 def multiplied_together(build: Builder, crossed: Sequence[Crossed]) -> Part:
-    """The columns of products with one layer, side by side. They are computed once, whoever takes them."""
+    """The columns of products with one layer, side by side. The same products get the same part again."""
     key = tuple(id(one.product) for one in crossed)
     if key not in build.crossed:
         weight, bias = (

@@ -210,7 +210,9 @@ class _Layer:
                     bias, row = build.reshaped(row, (self._width,)), None
                 parts, weights = (build.side_by_side(tensors) for tensors in zip(*entries, strict=True))
                 layers.append(build.raised(build.linear(parts, weights, bias), self._shape))
-            terms += [layer for layer in [build.total([(1, layer) for layer in layers], self._shape)] if layer]
+            summed = build.total([(1, layer) for layer in layers], self._shape)
+            if summed is not None:
+                terms.append(summed)
         if row is not None:
             terms.append(build.raised(row, self._shape))
         if len(terms) == 1:
@@ -218,8 +220,8 @@ class _Layer:
         return Sum(tuple((1, part) for part in terms), self._shape)
 
     def _add_crossed(self) -> set[Any]:
-        """Add the products with layers. Returns what has so many columns that to copy them beside others costs more
-        than a layer of their own."""
+        """Add the products with layers. Returns the nodes that should get a layer of their own: they have so many
+        columns that copying these beside other columns costs more."""
         build, wide = self._build, set()
         for crossed in self._crossed.values():
             part = multiplied_together(build, [one for one, _ in crossed])

@@ -120,7 +120,7 @@ class Compacted(Strict, frozen=True):
 
     Attributes:
         lineage: their lineage, which the version continues: 32 hex digits.
-        sequence: the number of the newest one. All before it are in the rows, too. 0: none.
+        sequence: the number of the newest of these deltas. The rows have all earlier ones, too. 0: they have none.
     """
 
     lineage: Annotated[str, msgspec.Meta(pattern=f"^{LINEAGE.pattern}$")]

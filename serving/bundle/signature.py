@@ -189,7 +189,7 @@ def keys_of(
 ) -> tuple[Ed25519PrivateKey | None, TrustedKeys | None]:
     """The key that signs what is made of signed files, and the keys of which one must have signed these files.
 
-    If only the first is named, it must have signed them. Or its signature would vouch for files that nobody signed.
+    If only `signing_key` is named, that key must have signed the files: it would otherwise vouch for unsigned ones.
 
     Args:
         signing_key: a PEM file with an Ed25519 private key. None: nothing is signed.
