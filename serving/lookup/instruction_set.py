@@ -26,7 +26,8 @@ class SlowKernelWarning(RuntimeWarning):
 def instruction_set() -> str:
     """The instruction set that FBGEMM chose its kernels for: a name of `inst_set_t`, such as "avx2".
 
-    FBGEMM's libraries have to be loaded (`serving.lookup.program.load_fbgemm`). The first call takes a microsecond.
+    FBGEMM's libraries have to be loaded (`serving.lookup.program.load_fbgemm`). The first call takes half a
+    millisecond, to find the library.
 
     Returns:
         "anyarch" for the reference kernels. The number of an `inst_set_t` without a known name. "unknown" if this
