@@ -23,7 +23,7 @@ class Asserts(Network):
         assert pooled.dim() == 2, "two dimensions"
         assert pooled.shape == (numbers.shape[0], 3 * DIM)
         assert numbers.size(-1) == WIDTH
-        torch._assert(numbers.size(0) == pooled.size(0), "as many samples")  # type: ignore[no-untyped-call]
+        torch._assert(numbers.size(0) == pooled.size(0), "as many samples")  # type: ignore[no-untyped-call, unused-ignore]
         return self.logits(keyed, numbers)
 
 

@@ -457,8 +457,8 @@ def columns_by_data(_: Any, __: Keyed, ids: Tensor, price: Tensor) -> Keyed:
 
 def column_by_item(_: Any, __: Keyed, ids: Tensor, price: Tensor) -> Keyed:
     at = int((price[0, 0] > 0).item())
-    torch._check(at >= 0)  # type: ignore[no-untyped-call]
-    torch._check(at < 2)  # type: ignore[no-untyped-call]
+    torch._check(at >= 0)  # type: ignore[no-untyped-call, unused-ignore]
+    torch._check(at < 2)  # type: ignore[no-untyped-call, unused-ignore]
     return keyed_of(torch.cat([ids[:, 0], ids.select(1, at), ids[:, 2]]))
 
 

@@ -57,7 +57,7 @@ class Checks(Scored):
             assert value.abs().max().item() < 1e12 and bool(value.isfinite().all())  # noqa: PT018  as it is written
         if not torch.isfinite(pooled).all():
             raise ValueError("pooled is not finite")
-        torch._assert(pooled.isfinite().all(), "pooled")  # type: ignore[no-untyped-call]
+        torch._assert(pooled.isfinite().all(), "pooled")  # type: ignore[no-untyped-call, unused-ignore]
         assert int(ids.lengths().max()) < 1000
         if (ids.lengths() >= 0).all():
             answer: Tensor = self.top(torch.cat([pooled, dense], dim=1))
@@ -83,7 +83,7 @@ class PositiveInOneLine(Scored):
 
 class PositiveByTorch(Scored):
     def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
-        torch._assert((dense >= 0).all(), "negative")  # type: ignore[no-untyped-call]
+        torch._assert((dense >= 0).all(), "negative")  # type: ignore[no-untyped-call, unused-ignore]
         return self.scored(ids, dense.sqrt())
 
 
