@@ -24,7 +24,7 @@ class Stack:
 
 
 # The stacks that our tests run with. The first is the default: requirements/*.in and pyproject.toml pin it.
-# A new stack is a line here, its lock (requirements/stack.in), and its column in docs/versions.md.
+# A new stack is a line here, its lock (requirements/stack.in), and its row in docs/versions.md.
 STACKS = (
     Stack(torch="2.13.0", torchrec="1.8.0", fbgemm="1.8.0"),
     Stack(torch="2.14.1", torchrec="1.9.2", fbgemm="1.9.0"),
