@@ -35,14 +35,14 @@ from serving.model.config_file import OURS, read_config, settings_of
 from serving.model.settings import WeightsMemory
 from serving.store import Store
 
-# Its time is when all was here last that the store had of a lineage.
+# The time of this file is when a lineage was last complete here.
 _READ = ".read"
-# Files that are fetched at the same time, and bytes of a file that are written at a time.
+# Files that are fetched at once, and bytes of a file that are written at once.
 _AT_ONCE, _BLOCK_BYTES = 8, 1 << 20
 
 
 class LiveLineage(NamedTuple):
-    """A lineage of a model, and the number of the last delta that is in the rows of its first version here."""
+    """A lineage of a model, and the number of the last delta in the rows of its first local version."""
 
     model: str
     name: str
@@ -50,11 +50,11 @@ class LiveLineage(NamedTuple):
 
 
 class _FileState(NamedTuple):
-    """What tells a file from another under its name.
+    """What identifies the content of a file under its name.
 
     Attributes:
-        size: its bytes.
-        time_us: Unix time in microseconds, of which those within a second are of the ETag: S3 lists whole seconds.
+        size: the size in bytes.
+        time_us: Unix time in microseconds. Below the second, it is made of the ETag, because S3 lists whole seconds.
     """
 
     size: int
@@ -71,7 +71,7 @@ class DeltaStore(Store):
         folder: the local copies, laid out as in any folder of deltas.
 
     Raises:
-        ConfigurationError: as `Store`; or there is no place for the folder.
+        ConfigurationError: as for `Store`, or the user has no home for the folder.
     """
 
     def __init__(self, url: str) -> None:
@@ -79,30 +79,31 @@ class DeltaStore(Store):
         with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if url.startswith("file://"):
-            with suppress(OSError):  # that it is not there is said next
+            with suppress(OSError):  # the next line reports a missing folder
                 Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         super().__init__(url)
 
     def bring(self, model: str, lineage: str, after: int, *, all_files: bool = False) -> set[str]:
         """Make the local deltas of a lineage after the number `after` equal to the store's.
 
-        Deltas that the store removed because it has a squashed one stay here: a live copy may be at one of them.
+        Deltas that a squashed delta has replaced in the store stay here, because a live copy may need the next of
+        them.
 
         Args:
-            model, lineage, after: which.
+            model, lineage, after: the deltas of this lineage after this number.
             all_files: also fetch the deltas that a squashed delta replaces.
 
         Returns:
             The names of the files that were fetched or removed.
 
         Raises:
-            BundleError: a file came in part.
+            BundleError: a file was fetched incompletely.
             ServerUnavailable: the store cannot be reached, or refuses access.
             ConfigurationError: the folder cannot be written to.
         """
         folder = self.folder / model / lineage
         with _writing(folder):
-            # Before the store is asked: another process may publish meanwhile, and have that here at once.
+            # List local files first: another process may publish meanwhile, and write its copy here.
             local = {name: _state_of(folder / name) for name in files_in(folder) if _is_after(name, after)}
             stored = self._listed(model, lineage, after)
             needed = {*stored} if all_files else {*needed_files(stored, after)}
@@ -118,26 +119,26 @@ class DeltaStore(Store):
         return {*new} | removed
 
     def _fetch(self, folder: Path, files: Mapping[str, _FileState]) -> None:
-        """Bring some files of a lineage, several at once."""
+        """Fetch some files of a lineage, several at once."""
 
         def fetch(name: str) -> None:
             _put(folder / name, self._blocks(folder / name, files[name].size), files[name])
 
         if files:
-            with ThreadPool(_AT_ONCE) as pool:  # whose threads hold up no end, as one that waits for a store would
+            with ThreadPool(_AT_ONCE) as pool:  # its threads do not delay the end of the process
                 pool.map(fetch, files)
 
     def last_read(self, lineage: LiveLineage) -> float | None:
-        """When all was here last that the store had of a lineage, in Unix time. None: it never was."""
+        """When a lineage was last complete here, in Unix time, or None if it never was."""
         with suppress(OSError):
             return (self.folder / lineage.model / lineage.name / _READ).stat().st_mtime
         return None
 
     def refresh(self, lineage: LiveLineage) -> None:
-        """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
+        """Fetch the missing deltas of a lineage. Of the local deltas, only the last one is compared with the store's.
 
         Raises:
-            As `bring`.
+            As for `bring`.
         """
         folder = self.folder / lineage.model / lineage.name
         with _writing(folder):
@@ -148,10 +149,10 @@ class DeltaStore(Store):
             self.bring(lineage.model, lineage.name, lineage.since)
 
     def refresh_all(self, model: Path) -> None:
-        """Fetch the missing and the replaced deltas of a model's lineages, by its folder in a repository.
+        """Fetch the missing and the replaced deltas of a model's lineages. `model` is its folder in a repository.
 
         Raises:
-            As `bring` and `lineages`.
+            As for `bring` and `lineages`.
         """
         for lineage in lineages(model):
             self.bring(lineage.model, lineage.name, lineage.since)
@@ -160,10 +161,10 @@ class DeltaStore(Store):
         """Publish a delta: its signature, if any, then the delta. Copies are kept here.
 
         Args:
-            files: their paths here and contents; the delta is the last.
+            files: their local paths and contents; the delta is the last.
 
         Returns:
-            Whether it was published. False: the store has a delta with this number.
+            True if the delta was published, False if the store already has a delta with this number.
 
         Raises:
             ServerUnavailable: the store cannot be reached, or refuses access.
@@ -178,16 +179,16 @@ class DeltaStore(Store):
             try:
                 self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError:
-                # It is ours where the answer of the first try got lost.
+                # The delta may be ours: the answer to a first attempt can get lost.
                 if bytes(self._obstore.get(self._store, name).bytes()) != content:
-                    with suppress(self._obstore.exceptions.BaseError, OSError):  # one that stays signs nothing
+                    with suppress(self._obstore.exceptions.BaseError, OSError):  # a leftover signature does no harm
                         for signature, _ in signatures:
                             self._obstore.delete(self._store, f"{model}/{lineage}/{signature.name}")
                     return False
-        with suppress(ServerUnavailable):  # it is published. What is not here will be brought
+        with suppress(ServerUnavailable):  # it is published, and missing copies are fetched later
             there = self._listed(model, lineage, int(path.name[:12]) - 1)
             for file, found in files:
-                if file.name in there:  # else somebody has just removed it
+                if file.name in there:  # otherwise it was just removed
                     _put(file, [found], there[file.name])
         return True
 
@@ -235,17 +236,17 @@ class DeltaStore(Store):
 
 
 def store_of(deltas: Path | str | None) -> DeltaStore | None:
-    """The store of deltas at a URL. None: they are in a folder, or no place was named.
+    """The store of deltas if `deltas` is a URL, or None.
 
     Raises:
-        ConfigurationError: as `DeltaStore`.
+        ConfigurationError: as for `DeltaStore`.
     """
     return DeltaStore(str(deltas)) if deltas is not None and is_url(deltas) else None
 
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say what of the cache cannot be read or written."""
+    """During the block, turn an OSError into an error that names the file of the cache."""
     try:
         yield
     except OSError as error:
@@ -256,7 +257,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def cache_of(url: str) -> Path:
-    """The folder of this user with what was brought from a store.
+    """The folder of this user with files that were fetched from a store.
 
     Raises:
         ConfigurationError: the user has no home.
@@ -269,10 +270,10 @@ def cache_of(url: str) -> Path:
 
 
 def lineages(model: Path) -> list[LiveLineage]:
-    """The lineages of a model's versions in a repository. None, if it is not served live.
+    """The lineages of a model's versions in a repository; empty if the model is not served live.
 
     Args:
-        model: its folder.
+        model: the model's folder.
 
     Raises:
         BundleError, ConfigurationError: a version or the settings cannot be read.
@@ -306,7 +307,7 @@ def _state_of(path: Path) -> _FileState:
 
 
 def _put(path: Path, blocks: Iterable[bytes], state: _FileState) -> None:
-    """Write a file as it is seen in the store, whole or not at all."""
+    """Write a file with the state that it has in the store, whole or not at all."""
     with replacing(path) as file:
         for block in blocks:
             file.write(block)

@@ -1,4 +1,4 @@
-"""Files that anybody may have made, read safely; and files that are written whole or not at all."""
+"""Read files from untrusted sources safely, and write files whole or not at all."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-# Most bytes of a manifest, a settings file, a signature or a file of keys.
+# Maximum bytes of a manifest, a settings file, a signature or a file of keys.
 SMALL = 64 << 20
 
 
@@ -27,11 +27,11 @@ def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
 
     Args:
         path: the file.
-        follow: whether `path` may be a symbolic link. A file that the operator names may be one. Folders on the way
-            to it always may.
+        follow: whether `path` may be a symbolic link, as for a file that the operator names. Its parent folders
+            always may be.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
+        OSError: the file cannot be opened, or is a pipe, a device, a socket or a folder.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
@@ -51,7 +51,7 @@ def read_file(path: Path, most_bytes: int = SMALL, *, follow: bool = False) -> b
     """The bytes of a file.
 
     Raises:
-        OSError: as `open_file`, or the file is larger than `most_bytes`.
+        OSError: as for `open_file`, or the file is larger than `most_bytes`.
     """
     with open_file(path, follow=follow) as file:
         content = file.read(most_bytes + 1)
@@ -60,16 +60,16 @@ def read_file(path: Path, most_bytes: int = SMALL, *, follow: bool = False) -> b
     return content
 
 
-# What decoding raises if a text is no JSON, has an unexpected type, is not UTF-8, or is nested too deep.
+# The errors of decoding a text that is not JSON, has an unexpected type, is not UTF-8, or is nested too deep.
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the types that JSON is decoded to: immutable, made by keyword. JSON with unknown keys is refused."""
+    """Base of the types that JSON is decoded to: immutable and keyword-only. JSON with unknown keys is refused."""
 
 
 class _Object(dict[str, Any]):
-    """A JSON object. `twice` is a key that it has more than once, or None."""
+    """A JSON object. `twice` is a repeated key, or None."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -77,12 +77,12 @@ class _Object(dict[str, Any]):
 
 
 def json_tree(text: bytes) -> Any:
-    """JSON as dicts, lists, text and floats. Unlike msgspec and json, it refuses an object that has a key twice.
+    """JSON as dicts, lists, text and floats. Unlike msgspec and json, this refuses an object with a repeated key.
 
     Raises:
-        ValueError: an object has a key twice, or `text` is not JSON. The message names the key as msgspec does:
+        ValueError: an object has a repeated key, or `text` is not JSON. The message names the key as msgspec does:
             `$.a[0].b`.
-        RecursionError: it is nested too deep.
+        RecursionError: the text is nested too deep.
     """
     # int() would refuse 5,000 digits. The numbers of this tree are not used.
     tree = json.loads(text.decode(), object_pairs_hook=_Object, parse_int=float)
@@ -103,7 +103,7 @@ def _keys_twice(node: Any, path: str) -> Iterator[str]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether `text` can be encoded as UTF-8, as protobuf and JSON need. A command line can hold other bytes."""
+    """Whether `text` can be encoded as UTF-8, which protobuf and JSON need. Command lines can have other bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -112,7 +112,7 @@ def is_utf8(text: str) -> bool:
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a place is a URL, not a folder. A Path of one, which has lost a slash, is one, too."""
+    """Whether `path` is a URL instead of a folder. A Path made of a URL, which loses a slash, also counts."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) is not None
 
 
@@ -125,7 +125,7 @@ def as_text(path: Path | str) -> str:
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder in `parent` that only its user can open. It is removed when the block ends.
 
-    It is locked while it is in use. Folders with that prefix that no process has locked are removed first.
+    The folder is locked while it is in use. Folders with the prefix that no process has locked are removed first.
 
     Raises:
         OSError: `parent` cannot be written to.
@@ -149,7 +149,7 @@ def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
             if root.exists():
                 return root, lock
             os.close(lock)
-        # Another process took it for abandoned, and removed it before it was locked. Make another.
+        # Another process removed it as abandoned before it was locked. Make another.
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
@@ -174,7 +174,7 @@ def _open_folder(path: Path) -> int:
 
 @contextmanager
 def locked_file(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing. Others wait for it, unless all want it `shared`.
+    """Hold the lock of a file, which is made if it is missing. Several holders are possible if all are `shared`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -185,7 +185,7 @@ def locked_file(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def sync_tree(root: Path) -> None:
-    """Push every file and folder under `root` to the disk: after a crash, a renamed folder has its contents."""
+    """Sync every file and folder under `root` to the disk, so that a renamed folder is whole after a crash."""
     for folder, _, names in os.walk(root):
         for name in names:
             with (Path(folder) / name).open("rb") as file:
@@ -194,9 +194,9 @@ def sync_tree(root: Path) -> None:
 
 
 def make_content(path: Path, content: bytes | None) -> None:
-    """Write `content` to a file, unless it has it already. None: remove the file."""
+    """Write `content` to a file unless the file already has it. With None, remove the file."""
     if content is None:
-        if path.exists():  # a file system that can only be read refuses to remove what is not there
+        if path.exists():  # a read-only file system refuses to remove even a missing file
             path.unlink()
     elif not path.exists() or path.stat().st_size != len(content) or read_file(path, len(content)) != content:
         with replacing(path) as file:
@@ -204,7 +204,7 @@ def make_content(path: Path, content: bytes | None) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Push the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -213,12 +213,12 @@ def sync_folder(path: Path) -> None:
 
 
 def put_in_place(draft: Path, target: Path, large_bytes: int) -> None:
-    """Rename a folder that was written, so that it is there whole, also after a crash.
+    """Rename a finished folder, so that it appears whole, even after a crash.
 
     Args:
         draft: the folder.
-        target: where it is then.
-        large_bytes: files of so many are left out of the page cache.
+        target: its new path.
+        large_bytes: files of this size and larger are dropped from the page cache.
     """
     sync_tree(draft)
     leave_out_of_cache(draft, large_bytes)
@@ -227,11 +227,11 @@ def put_in_place(draft: Path, target: Path, large_bytes: int) -> None:
 
 
 def leave_out_of_cache(folder: Path, least_bytes: int) -> None:
-    """Leave the large files of a folder out of the page cache, which has in small pages what was written.
+    """Drop the large files of a folder from the page cache, which holds written files in small pages.
 
     Args:
-        folder: its files are on the disk.
-        least_bytes: of a large file.
+        folder: a folder whose files are synced to the disk.
+        least_bytes: the minimum size of a large file.
     """
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -244,13 +244,13 @@ def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterato
     """A new file that replaces `path` when the block ends. If the block fails, the new file is removed.
 
     Args:
-        path: where it is then.
+        path: the path of the file.
         mode: its permissions.
-        is_new: whether the file must not exist. If several write at once, one succeeds.
+        is_new: whether the file must not exist yet. Of several concurrent writers, one succeeds.
 
     Raises:
-        FileExistsError: something is there that must not be.
-        OSError: it cannot be written.
+        FileExistsError: the file exists although `is_new` is set.
+        OSError: the file cannot be written.
     """
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,7 +1,7 @@
-"""What a server logs: an event a line, with its time, its level and what it is about, as text or JSON.
+"""The log of a server: a line for each event, as text or JSON, with the time, the level and the model.
 
-`tbe-serve run` says what it does. What tritonserver and its models say is put into the same form. Run with Triton
-24.10. The source of 26.04 was read: its log has the same format.
+`tbe-serve run` logs its own events, and converts the output of tritonserver and its models to the same form. The
+format of tritonserver's log was tested with Triton 24.10. According to its source, 26.04 has the same format.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from serving.errors import ConfigurationError
 
-# What a record may have beside its message. `event` names what happened in one word, or the line of Triton's code.
+# Fields of a record beside its message. `event` is one word for what happened, or the line of Triton's code.
 _ABOUT = ("event", "host", "model", "version", "lineage", "sequence", "sha256")
 _CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
 
@@ -36,10 +36,10 @@ def server_log(path: Path | None = None, form: LogFormat = LogFormat.TEXT, host:
     """A log of a server, without colours.
 
     Args:
-        path: the file, which is emptied, and which only its own user can read. None: stderr.
-        form: text, `TIME LEVEL SOURCE EVENT: MESSAGE`, or a JSON object with these, and `model`, `version` and `host`
-            where the event is about one. Time is UTC, as in RFC 3339.
-        host: the number of the host of a router whose server it is.
+        path: the file, which is emptied, and which only its own user can read. None stands for stderr.
+        form: text, `TIME LEVEL SOURCE EVENT: MESSAGE`, or JSON objects with these fields, and with `model`, `version`
+            and `host` if the event is about one. The time is UTC, as in RFC 3339.
+        host: the number of the router's host that the server serves.
 
     Raises:
         ConfigurationError: the file cannot be made or written to.
@@ -52,7 +52,7 @@ def server_log(path: Path | None = None, form: LogFormat = LogFormat.TEXT, host:
 
 
 def close_log(log: logging.Logger) -> None:
-    """Close the file of a log. What is logged later is lost."""
+    """Close the file of a log. Later records are lost."""
     for handler in log.handlers:
         handler.close()
 
@@ -61,7 +61,7 @@ def _sink(path: Path | None) -> BinaryIO:
     if path is None:
         try:
             number = sys.stderr.fileno()
-        except (AttributeError, OSError):  # another object is in its place, as in a notebook
+        except (AttributeError, OSError):  # notebooks replace stderr by another object
             number = 2
         return open(number, "wb", buffering=0, closefd=False)
     try:
@@ -87,7 +87,7 @@ class _Handler(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # a full disk, or a reader that is gone: the server goes on
+        with suppress(OSError, ValueError):  # the disk is full, or the reader has ended: the server continues
             self._sink.write(f"{self.format(record)}\n".encode(errors="replace"))
 
 
@@ -112,29 +112,29 @@ class _Form(logging.Formatter):
 # A line of tritonserver's log: level, day, time, process, and the line of code; then the text, quoted or not.
 _TRITON = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([^\]]+)\] (.*)")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
-# What libraries print in colours; and the error of a machine that has no GPU, which is none.
+# Colours in the output of libraries; and the error that tritonserver logs on machines without a GPU.
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NO_GPU = "CudaDriverHelper"
 _OF_MODEL = re.compile(r"\[(\w+) (.+?)/(\d+)\] (.*)", re.DOTALL)
 
 
 def about_model(log: Callable[[str], None], event: str, model: str, version: str) -> Callable[[str], None]:
-    """What a model's process logs by Triton's logger, so that `triton_record` reads what it is about.
+    """A function that logs by Triton's logger in a model's process, in the form that `triton_record` reads.
 
     Args:
-        log: of Triton's `pb_utils.Logger`.
-        event: what happened.
+        log: a method of Triton's `pb_utils.Logger`.
+        event: one word for what happened.
         model: the name of the model.
-        version: of the model.
+        version: the version of the model.
     """
     return lambda message: log(f"[{event} {model}/{version}] {message}")
 
 
 class Sampled:
-    """Logs the first of what may happen often; then, at most every 10 s, one more, and how many there were.
+    """Logs an event that may be frequent: the first one, and then at most one every 10 s with the number of events.
 
     Args:
-        log: takes the lines.
+        log: writes a line.
     """
 
     def __init__(self, log: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class Sampled:
         self._count, self._next = 0, 0.0
 
     def __call__(self, message: str, count: int = 1) -> None:
-        """Count an event, or several, and log it if none was lately. Of a long message, the beginning."""
+        """Count events, and log the message if none was logged in the last 10 s. Long messages are cut."""
         self._count += count
         if (now := time.monotonic()) >= self._next:
             since = "since the last line" if self._next else "at once"
@@ -155,7 +155,7 @@ _SAMPLED_S, _LONGEST = 10.0, 1000
 
 
 def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
-    """A line of tritonserver's log as a record. One that is none of its own form was printed by `source`."""
+    """A line of tritonserver's output as a record. If it is not in tritonserver's form, `source` printed it."""
     match = _TRITON.fullmatch(line)
     if match is None:
         return logging.makeLogRecord(_record(source, logging.INFO, _COLOUR.sub("", line), event="printed"))
@@ -174,7 +174,7 @@ def _record(name: str, level: int, message: str, **about: Any) -> dict[str, Any]
 
 
 def _unquoted(text: str) -> str:
-    """Triton puts text into quotes, and escapes it as JSON does."""
+    """The text of a message, which Triton puts into quotes and escapes as JSON does."""
     if len(text) > 1 and text[0] == text[-1] == '"':
         with suppress(ValueError):
             return str(json.loads(text))
@@ -182,7 +182,7 @@ def _unquoted(text: str) -> str:
 
 
 _LINES_KEPT = 200
-# An error in the log. Before its text come the time, the process and a line of Triton's code.
+# An error in the log: the time, the process and a line of Triton's code, then the text.
 _ERROR = re.compile(r"E\d{4} [^\]]*\] \"?(.*?)\"?$")
 _FATAL = re.compile(r"error: (.*)")
 # Triton adds the line of code to an error that a Python model raised.
@@ -193,12 +193,12 @@ _PATIENCE_S = 2.0
 
 
 class Output:
-    """Logs what a server says, line by line, on a thread of its own, until the server has ended.
+    """Logs the output of a server, line by line, on its own thread, until the server has ended.
 
     Args:
         source: the pipe that the server writes to.
-        log: takes every line.
-        name: of the program that writes them.
+        log: gets every line.
+        name: the name of the program that writes the lines.
     """
 
     def __init__(self, source: BinaryIO, log: logging.Logger, name: str = "triton") -> None:
@@ -216,7 +216,7 @@ class Output:
         return _AT.sub("", said[-1])
 
     def drain(self) -> None:
-        """Wait until all lines are copied, for 2 s at most: a model's process may keep the pipe open."""
+        """Wait at most 2 s until all lines are copied: a model's process may keep the pipe open for longer."""
         self._thread.join(_PATIENCE_S)
 
     def _copy(self) -> None:

@@ -1,10 +1,10 @@
 """A model repository in an object store: the same files under the same names, such as s3://bucket/models/movies/3/….
 
-A store renames nothing, so an order takes the place of a rename. A version is there when its manifest.json is, which
-is written last (export/publish/push.py), and has the size and SHA-256 of every other file.
+A store cannot rename folders, so files are written in an order that replaces the rename. A version exists when its
+manifest.json exists, which is written last (export/publish/push.py) and has the size and SHA-256 of every other file.
 
-obstore reaches the stores, with the settings and credentials that it finds in the environment: `AWS_…` for s3://,
-`GOOGLE_…` for gs://, `AZURE_…` for az://. file:// is a folder that is there.
+obstore accesses the stores, with settings and credentials from the environment: `AWS_…` for s3://, `GOOGLE_…` for
+gs://, `AZURE_…` for az://. file:// names an existing folder.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ from serving.ordered_map import map_in_order
 from serving.requests.captured import WARM_UP
 from serving.tables.pages import HUGE_PAGE
 
-# Called with the name of a file, how many of its bytes are done, and how many there are.
+# Called with the name of a file, how many of its bytes are done, and how many it has.
 Progress = Callable[[str, int, int], None]
 
-# Each with what variables of its settings begin with.
+# The schemes of URLs, each with the prefix of its environment variables.
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "file": ""}
-# The first object of a version. It says which manifest the number is taken for: the SHA-256, in hex.
+# The first object of a version. It reserves the number for a manifest: the SHA-256 of it, in hex.
 TAKEN = "manifest.sha256"
 _OF_A_VERSION = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/({re.escape(MANIFEST)}|{re.escape(TAKEN)})")
 # A model's files beside its versions, each before its signature.
 SETTINGS = tuple(name for file in (CONFIG, WARM_UP) for name in (file, signature_of(Path(file)).name))
-# Bytes that are read or written at once, how many of such parts are on their way, and the most parts of an object.
+# Bytes that are read or written at once, the number of such parts in flight, and the maximum parts of an object.
 _PART_BYTES, _PARTS, _MOST_PARTS = 16 << 20, 8, 10_000
 
 
@@ -55,7 +55,7 @@ class Store:
         url: such as s3://bucket/models.
 
     Raises:
-        ConfigurationError: it is no URL of a store, or the environment has settings that cannot be used.
+        ConfigurationError: `url` is not the URL of a store, or the environment has unusable settings.
     """
 
     def __init__(self, url: str) -> None:
@@ -89,7 +89,7 @@ class Store:
         """The release of a model, or None. Its signature is not checked.
 
         Raises:
-            BundleError: it is no release.
+            BundleError: the object is not a release.
         """
         name = release_names(model)[0]
         content = self.read(name)
@@ -99,17 +99,17 @@ class Store:
             raise BundleError(f"{self.url}/{name}: expected what `tbe-export release` writes: {error}") from error
 
     def pull(self, model: str, version: int, repository: Path, progress: Progress = lambda *_: None) -> bool:
-        """Bring a version into a repository in a folder. It is there completely or not at all.
+        """Fetch a version into a repository in a folder, completely or not at all.
 
-        Every file is compared with its digest. An interrupted copy resumes where it stopped. Of several processes
-        that bring a version into one folder, one does, and the others wait for it.
+        Every file is compared with its digest. An interrupted copy resumes where it stopped. If several processes
+        fetch a version into one folder, one of them does the work and the others wait.
 
         Returns:
-            Whether it was fetched. False: it was already complete.
+            True if the version was fetched, False if it was already complete.
 
         Raises:
             ConfigurationError: the store has no such version.
-            BundleError: a file is not what the manifest says, or another bundle is there under the number.
+            BundleError: a file differs from the manifest, or the folder has another bundle under the number.
             ServerUnavailable: the store cannot be reached, or refuses access.
             OSError: the repository cannot be written to.
         """
@@ -146,11 +146,11 @@ class Store:
 
     def _fill(self, draft: Path, name: str, text: bytes, progress: Progress) -> None:
         path = draft / MANIFEST
-        recorded = self.read(f"{name}/{TAKEN}")  # a folder that was copied by other means has none
+        recorded = self.read(f"{name}/{TAKEN}")  # folders that were copied by other tools have no such file
         if recorded is not None and recorded.strip() != hashlib.sha256(text).hexdigest().encode():
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
         files = parse_manifest(path, text).files
-        for left in draft.iterdir():  # a killed pull leaves what it was writing
+        for left in draft.iterdir():  # a killed pull leaves its unfinished file
             if left.name not in files:
                 left.unlink()
         for file, digest in files.items():
@@ -186,7 +186,7 @@ class Store:
             if sha256.hexdigest() == expected.sha256:
                 return
             path.unlink()
-            if not began_at:  # otherwise what was there may have been wrong
+            if not began_at:  # a resumed file may have had wrong bytes
                 break
         check_sha256(path, sha256.hexdigest(), expected)
 
@@ -204,10 +204,10 @@ class Store:
         return part
 
     def pull_settings(self, model: str, repository: Path) -> None:
-        """Bring a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures.
+        """Fetch a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures.
 
         Raises:
-            ConfigurationError: the store has no settings that can be read. The folder's settings stay.
+            ConfigurationError: the store has no readable settings. The folder keeps its own.
         """
         contents = {name: self.read(f"{model}/{name}") for name in SETTINGS}
         if (config := contents[CONFIG]) is None:
@@ -218,7 +218,7 @@ class Store:
             make_content(repository / model / name, content)
 
     def pull_release(self, model: str, repository: Path) -> None:
-        """Bring a model's release and its signature into a repository in a folder, where it has one."""
+        """Fetch a model's release and its signature, if it has a release, into a repository in a folder."""
         for name in reversed(release_names(model)):
             make_content(repository / name, self.read(name))
 
@@ -236,7 +236,7 @@ class Store:
                 return None
 
     def size(self, name: str) -> int | None:
-        """The bytes of an object, or None if it does not exist."""
+        """The size of an object in bytes, or None if it does not exist."""
         with self._asking(name):
             try:
                 return int(self._obstore.head(self._small, name)["size"])
@@ -247,7 +247,7 @@ class Store:
         """Read an object in parts, and compare it with its size and SHA-256.
 
         Raises:
-            BundleError: it is missing, or another one.
+            BundleError: the object is missing or differs.
             ServerUnavailable: the store cannot be reached, or refuses reads.
         """
         if (size := self.size(name)) != expected.size_bytes:
@@ -280,7 +280,7 @@ class Store:
 
     @contextmanager
     def _asking(self, name: str) -> Iterator[None]:
-        """Say what could not be read or written."""
+        """During the block, turn obstore's errors into ours, which name the object."""
         try:
             yield
         except (self._obstore.exceptions.BaseError, OSError) as error:
@@ -290,9 +290,9 @@ class Store:
 
 
 def _for_small(prefix: str) -> dict[str, Any]:
-    """Settings for lists and small objects. A working store answers at once: a short timeout finds one that hangs.
+    """Settings for lists and small objects, with a short timeout: a working store answers these at once.
 
-    Settings that are passed to obstore's client replace the environment's, so these are repeated here.
+    Settings that are passed to obstore's client replace those of the environment, so they are repeated here.
     """
     plain = ("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "timeout")
     names = (*plain, "proxy_ca_certificate", "proxy_excludes", "proxy_url", "user_agent")
@@ -303,7 +303,7 @@ def _for_small(prefix: str) -> dict[str, Any]:
     return {"client_options": client, "retry_config": {"max_retries": 3}}
 
 
-# What to do, by words of what obstore says.
+# Advice, by words in obstore's messages.
 _HINTS = {
     "builder error": "is its endpoint http:? AWS_ALLOW_HTTP=true allows that",
     "/latest/api/token": "no credentials: neither AWS_ACCESS_KEY_ID and so on, nor a role of the machine",
@@ -313,11 +313,11 @@ _HINTS = {
 
 
 def versions_in(names: Iterable[str], mark: str = MANIFEST) -> dict[str, tuple[int, ...]]:
-    """The versions of each model, oldest first. Models without any are left out.
+    """The versions of each model, oldest first. Models without versions are left out.
 
     Args:
-        names: of a store's objects.
-        mark: what a version has: MANIFEST if it is published, TAKEN if its number is taken.
+        names: the names of a store's objects.
+        mark: the object that a version must have: MANIFEST if it is published, TAKEN if its number is reserved.
     """
     numbers_by_model: dict[str, list[int]] = {}
     for name in names:
@@ -334,5 +334,5 @@ def release_names(model: str) -> tuple[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    """What it says, without how long that took: the same problem is to be the same text."""
+    """The first line of an error, without durations, so that the same problem has the same text."""
     return re.sub(r" in [0-9.]+[nµm]?s\b", "", str(error).partition("\n")[0].partition(": <?xml")[0])

@@ -1,13 +1,13 @@
-"""Calls to hosts, made by the thread that waits for the answers. No other thread is woken for an answer in time.
+"""Calls to hosts, made by the thread that waits for the answers. An answer in time wakes no other thread.
 
-This takes half the processor time of a call on an event loop. gRPC has it only for calls whose response is a stream.
-A call with one response is the same on the wire. Source:
+This takes half the processor time of a call on an event loop. gRPC supports it only for calls that return a stream,
+which on the wire are the same as calls with one response. Source:
 https://grpc.github.io/grpc/python/grpc.html, SingleThreadedUnaryStream.
 
-Only the first attempt is made here. `Host.attempts` makes the others, after an error or when an answer is late.
+Only the first attempt is made here. `Host.attempts` makes further attempts, after an error or when an answer is late.
 
 gRPC drops a response that is not read by its deadline. So while the thread waits for a late host, other threads read
-the responses of the others.
+the responses of the other hosts.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from serving.router.messages import MORE_THAN_ONE, PartialRequest, PartialSums, 
 from serving.router.replicas import LoopThread
 
 _ON_ONE_THREAD = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
-# An answer is late after this share of the timeout. The number of checks for late answers in one timeout.
+# The share of the timeout after which an answer is late, and the number of checks for late answers in one timeout.
 _LATE, _LOOKS = 0.5, 20
 # A thread that was off the processor for longer than this, in seconds, waited for the answer.
 _WAITED_S = 20e-6
-# If an answer was there before it was waited for, the next one is expected after this share of the time.
+# If an answer arrived before anything waited for it, the next one is expected after this share of the time.
 _EARLIER = 0.9
-# Most threads that read late answers, for all hosts together. They are made when needed.
+# Maximum number of threads that read late answers, for all hosts together. They are started when needed.
 _MOST_READERS = 1024
 
 
 class HostTime(NamedTuple):
-    """When a host was called, by its number, and when the call ended; by `time.monotonic`."""
+    """The number of a host, and when a call to it began and ended, by `time.monotonic`."""
 
     host: int
     started: float
@@ -49,14 +49,14 @@ class HostCallers:
     """The callers of all hosts. Only one thread at a time may use them.
 
     Args:
-        hosts: by rank. They make the attempts after the first. All have the same timeout.
+        hosts: the hosts by rank, which make the attempts after the first one. All have the same timeout.
         loop: the event loop that the hosts were made in.
 
     Attributes:
         by_rank: the caller of each host.
 
     Raises:
-        ConfigurationError, ServerUnavailable: as `Host`.
+        ConfigurationError, ServerUnavailable: as for `Host`.
     """
 
     def __init__(self, hosts: Mapping[int, Host], loop: LoopThread) -> None:
@@ -73,7 +73,7 @@ class HostCallers:
         self._readers.shutdown()
 
     def ask(self, requests: Mapping[int, PartialRequest]) -> "dict[int, HostCall]":
-        """Send requests, by rank. It returns before they are answered.
+        """Send requests, by rank. This returns before they are answered.
 
         Raises:
             ConfigurationError: this process was forked from the one that the callers were made in.
@@ -91,11 +91,11 @@ class HostCallers:
 
 
 class HostCaller:
-    """The channels to one host. Arguments and errors as `HostCallers`.
+    """The channels to one host. Arguments and errors as for `HostCallers`.
 
     Attributes:
-        host: makes the attempts after the first.
-        timeout_s: for a call with all its attempts, in seconds.
+        host: makes the attempts after the first one.
+        timeout_s: the timeout of a call with all its attempts, in seconds.
         expected_s: how long the next call is expected to take, in seconds.
         pending: the calls without an answer.
     """
@@ -114,13 +114,13 @@ class HostCaller:
         self._channels.close()
 
     def ask(self, request: PartialRequest) -> "HostCall":
-        """Send a request. It returns before it is answered."""
+        """Send a request. This returns before it is answered."""
         call = HostCall(self, request)
         self.pending.add(call)
         return call
 
     def attempt(self, message: bytes, largest: int) -> Any:
-        """Make the first attempt of a call. It returns before it is answered. Arguments as `Host.attempts`."""
+        """Make the first attempt of a call, without waiting for the answer. Arguments as for `Host.attempts`."""
         metadata = self.host.connection.call_metadata(TRACE.get())
         self.host.counts.add(bytes_out=len(message))
         return self._channels.call(largest, self.timeout_s)(message, timeout=self.timeout_s, metadata=metadata)
@@ -131,7 +131,7 @@ class HostCaller:
         """Have the host make more attempts on its event loop; see `Host.attempts`.
 
         Args:
-            message, largest, before: as `Host.attempts`.
+            message, largest, before: as for `Host.attempts`.
             deadline: by `time.monotonic`.
         """
         self.host.counts.add(retries=1)
@@ -140,11 +140,11 @@ class HostCaller:
     def took(self, seconds: float, waited: bool) -> None:
         """Count how long a call took.
 
-        If the answer was there before a thread waited for it, its time is unknown. It then counts as long as the
-        last call whose answer was waited for, if that is less than `seconds`.
+        If the answer arrived before a thread waited for it, its time is unknown. The time of the last call whose
+        answer was waited for counts instead, if that is less than `seconds`.
 
         Args:
-            seconds: until the answer was read.
+            seconds: the time until the answer was read.
             waited: whether a thread waited for the answer.
         """
         if waited:
@@ -154,7 +154,7 @@ class HostCaller:
         self.host.counts.took(min(self._known_s, seconds))
 
     def look(self, readers: ThreadPoolExecutor) -> None:
-        """For each late answer: have another thread read it. At the next check, ask another replica for it."""
+        """Have another thread read each late answer. If it is still late at the next check, ask another replica."""
         for call in tuple(self.pending):
             if time.monotonic() - call.started < _LATE * self.timeout_s:
                 continue
@@ -169,18 +169,18 @@ class HostCall:
     """A request to a host that was sent.
 
     Attributes:
-        caller: of the host.
-        started: when it was sent, by `time.monotonic`.
-        ended: when its answer was read, or it failed.
+        caller: the caller of the host.
+        started: when the request was sent, by `time.monotonic`.
+        ended: when its answer was read, or the call failed.
     """
 
     def __init__(self, caller: HostCaller, request: PartialRequest) -> None:
         self.caller = caller
         self.started = self.ended = time.monotonic()
-        self._context = contextvars.copy_context()  # other threads go on with the call
+        self._context = contextvars.copy_context()  # other threads continue with the call
         self._request = request
         self._message = caller.host.messages.encode(request)
-        # If it cannot be sent, only this host is lost. The calls to other hosts go on.
+        # If the request cannot be sent, only this host is lost. The calls to other hosts continue.
         self._attempt: Any = None
         self._not_sent: ServingError | None = None
         try:
@@ -196,8 +196,8 @@ class HostCall:
         """Wait for the host's partial sums: float32 or float16 [B, columns].
 
         Raises:
-            HostUnavailable: no replica answered in time, none has the version, one refused the request, or a response
-                does not fit the request.
+            HostUnavailable: no replica answered in time, no replica has the version, a replica refused the request,
+                or a response does not fit the request.
         """
         host = self.caller.host
         try:
@@ -216,7 +216,7 @@ class HostCall:
         return self._reads.locked()
 
     def read_by(self, readers: ThreadPoolExecutor) -> None:
-        """Have another thread read the response, if none does."""
+        """Have another thread read the response, unless one already does."""
         response = self._response = Future[Any]()
         if self._reads.acquire(blocking=False):
             readers.submit(self._read_into, response)
@@ -228,7 +228,7 @@ class HostCall:
             response.set_exception(error)
 
     def hurry(self) -> None:
-        """Ask another replica, because the answer is late. The first answer is taken. Called on the event loop."""
+        """Ask another replica, because the answer is late. The first answer counts. Called on the event loop."""
         self.caller.host.counts.add(timeouts=1)
         self._elsewhere = self._ask_elsewhere()
         self._elsewhere.add_done_callback(self._answered_elsewhere)
@@ -258,7 +258,7 @@ class HostCall:
             raise host.failed([self._not_sent])
         try:
             message: bytes | None = next(self._attempt, None)
-            # As in any call of gRPC, a message is valid only if the status after it is OK.
+            # As in all calls of gRPC, a message is valid only if the status after it is OK.
             if message is not None and next(self._attempt, None) is not None:
                 self._attempt.cancel()
                 raise InternalError(MORE_THAN_ONE)
@@ -282,7 +282,7 @@ def wait_all(calls: Mapping[int, HostCall]) -> dict[int, PartialSums | ServingEr
     """Wait for the partial sums of several hosts, in the order in which they are expected.
 
     Args:
-        calls: by rank.
+        calls: the calls by rank.
 
     Returns:
         By rank: the partial sums, float32 or float16 [B, columns], or the error of the call.

@@ -1,7 +1,7 @@
 """One host, reached at its replicas: it is asked for partial sums over KServe gRPC.
 
-A call names the version of the host's model and the digest of its bundle. A replica that does not serve exactly that
-bundle answers NOT_FOUND. Then another replica is tried, but never another version.
+A call names the version of the host's model and the digest of its bundle. A replica that does not serve exactly this
+bundle answers NOT_FOUND. Another replica is tried then, but never another version.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ _OTHERS_AT = (0.5, 0.75)
 _MOST_ATTEMPTS, _MOST_REPLICAS = 3, 10
 # The pause after the first failed attempt, in seconds. It doubles each time, up to this share of the timeout.
 _PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
-# Limits of a response, in bytes. Each has a channel, made when it is needed. A call takes the smallest that suffices.
-# gRPC refuses a larger response by its first bytes, and takes no memory for it.
+# Limits of a response, in bytes. Each has its own channel, which is opened when it is needed. A call uses the
+# smallest sufficient limit. gRPC refuses a larger response after its first bytes, and allocates no memory for it.
 _LARGEST = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30, 2**31 - 1)
 # The W3C traceparent that goes with calls to hosts.
 TRACE: ContextVar[str | None] = ContextVar("traceparent", default=None)
-# Most characters that an error shows of why an attempt failed.
+# Maximum characters of the reason for a failed attempt in an error.
 _MOST_SHOWN = 300
 # Upper bounds of the buckets of calls by their time, in seconds.
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -58,11 +58,11 @@ class HostCounts:
     """Counts of the calls to a host, since the start. Several threads may add to them.
 
     Attributes:
-        seconds: sum of the times of all calls.
-        by_seconds: how many calls ended in each bucket [len(SECONDS) + 1]. The last bucket has no upper bound.
-        bytes_out: bytes of the messages that were sent, with all attempts.
-        bytes_in: bytes of the partial sums that were received.
-        retries: attempts after the first of a call.
+        seconds: the sum of the times of all calls.
+        by_seconds: the calls in each bucket of time [len(SECONDS) + 1]. The last bucket has no upper bound.
+        bytes_out: the bytes of all sent messages, with all attempts.
+        bytes_in: the bytes of all received partial sums.
+        retries: attempts after the first one of a call.
         timeouts: attempts without an answer when the next began, or at the end of the timeout.
         lost: calls without an answer.
     """
@@ -105,7 +105,7 @@ class Channels:
     Args:
         connection: how its replicas are reached.
         library: the module grpc or grpc.aio.
-        options: of each channel.
+        options: the options of each channel.
     """
 
     def __init__(self, connection: Connection, library: Any, *options: tuple[str, Any]) -> None:
@@ -116,14 +116,14 @@ class Channels:
         self._channel(0)
 
     def call(self, largest: int, timeout_s: float) -> Any:
-        """The callable of a method of gRPC, bytes to a stream of bytes, for a call.
+        """The gRPC callable for a call: bytes to a stream of bytes.
 
         Args:
-            largest: the most bytes of its response.
-            timeout_s: the longest time that it takes.
+            largest: the maximum bytes of the response.
+            timeout_s: the maximum time of the call, in seconds.
 
         Raises:
-            ConfigurationError: as `LiveChannel.methods`.
+            ConfigurationError: as for `LiveChannel.methods`.
         """
         return self._channel(largest).methods(timeout_s)
 
@@ -135,7 +135,7 @@ class Channels:
         return self._channels[limit]
 
     def close(self) -> list[Any]:
-        """Close all channels. Returns what each `close` returned: of grpc.aio, something to await."""
+        """Close all channels. Returns the result of each `close`, which grpc.aio requires to be awaited."""
         return [closed for channel in self._channels.values() for closed in channel.close()]
 
 
@@ -152,9 +152,9 @@ class Host:
         connection: how its replicas are reached.
 
     Attributes:
-        connection: as given.
+        connection: as the argument.
         messages: encodes requests to the host, and decodes its responses.
-        counts: of its calls.
+        counts: the counts of its calls.
 
     Raises:
         ConfigurationError: certificates cannot be used.
@@ -180,12 +180,12 @@ class Host:
         await asyncio.gather(*self._channels.close())
 
     async def check(self) -> None:
-        """Check that a replica has the bundle: ask for all segments of no samples, once by their names and once not.
+        """Check that a replica has the bundle by two lookups of no samples: of all segments, with and without names.
 
         The responses must have the widths of the plan.
 
         Raises:
-            ModelNotFound: no replica that was reached has the version and digest, as this part of the plan.
+            ModelNotFound: no reached replica has the version and digest as this part of the plan.
             HostUnavailable: no replica answered in time.
             InternalError: a replica's response does not fit.
         """
@@ -222,16 +222,16 @@ class Host:
         """Count a call without an answer. Returns its error, which names the host.
 
         Args:
-            error: of its attempts.
+            error: the error of its attempts.
         """
         self.counts.add(lost=1)
         return HostUnavailable(f"{self._where}: {error}")
 
     def failed(self, errors: Sequence[ServingError]) -> ServingError:
-        """One error for several attempts, with each of their reasons once. It is retryable if one of theirs is.
+        """One error for several attempts, without repeated reasons. It is retryable if one of theirs is.
 
         Args:
-            errors: of the attempts, at least one.
+            errors: the errors of the attempts, at least one.
         """
         reasons = dict.fromkeys(map(self._reason, errors))
         again = next((error for error in errors if error.retryable), errors[-1])
@@ -254,12 +254,12 @@ class Host:
 
         Args:
             message: a ModelInferRequest.
-            largest: the most bytes of a response.
+            largest: the maximum bytes of a response.
             deadline: by the clock of the event loop.
-            before: errors of attempts that `HostCaller` made.
+            before: the errors of attempts that `HostCaller` made.
 
         Raises:
-            ServingError: no attempt was answered. It has the reasons of all of them.
+            ServingError: no attempt was answered. The message has the reasons of all attempts.
         """
         loop = asyncio.get_running_loop()
         left_s = deadline - loop.time()
@@ -294,7 +294,7 @@ class Host:
             running.add(self._begin(message, largest, deadline))
 
     def _begin(self, message: bytes, largest: int, deadline: float) -> "asyncio.Task[Any]":
-        """Begin an attempt. It ends by the deadline, even if nothing waits for its answer."""
+        """Begin an attempt, which ends by the deadline even if nothing waits for its answer."""
         attempt = asyncio.ensure_future(self._attempt(message, largest, deadline))
         self._running.add(attempt)
         attempt.add_done_callback(self._running.discard)
@@ -321,10 +321,10 @@ class Host:
 
 
 def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Host:
-    """The channels to a host of a router's plan. Errors as `Host`.
+    """The channels to a host of a router's plan. Errors as for `Host`.
 
     Args:
-        manifest: the router's.
+        manifest: the router's manifest.
         bundle: the host's entry in it.
         connection: how its replicas are reached.
     """
@@ -332,7 +332,7 @@ def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> H
 
 
 def most_attempts(error: BaseException) -> int:
-    """The most attempts of a call whose last attempt ended with this error."""
+    """The maximum number of attempts of a call whose last attempt ended with this error."""
     if isinstance(error, ModelNotFound | ModelUnavailable):
         return _MOST_REPLICAS
     return _MOST_ATTEMPTS if isinstance(error, ServerUnavailable) else 1

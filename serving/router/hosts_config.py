@@ -29,16 +29,16 @@ class HostsConfig:
     """The hosts of a router's plan.
 
     Attributes:
-        addresses: by the host's number: "host:port" of each of its replicas. A name may resolve to several replicas.
-            Calls go to the replicas in turn.
-        timeout_s: for a call to a host with all its attempts, in seconds.
-        tls: certificates. None: no TLS.
-        metadata: sent with each call.
-        on_shard_failure: what a request gets if a host is lost, by name or glob of a table. The last match counts.
-            Without a match it is `error`.
+        addresses: the "host:port" of each replica of a host, by the host's number. A name may resolve to several
+            replicas. Calls go to the replicas in turn.
+        timeout_s: the timeout of a call to a host with all its attempts, in seconds.
+        tls: the certificates, or None for no TLS.
+        metadata: the metadata of each call.
+        on_shard_failure: what a request gets if a host is lost, by name or glob of a table. The last match counts,
+            and without a match it is `error`.
 
     Raises:
-        ConfigurationError: an argument has another type, or an address or the timeout cannot be used.
+        ConfigurationError: an argument has a wrong type, or an address or the timeout cannot be used.
     """
 
     addresses: Mapping[int, str | Sequence[str]]
@@ -65,7 +65,7 @@ class HostsConfig:
         )
 
     def on_shard_failure_of(self, table: str) -> OnShardFailure:
-        """What a request gets that needs rows of `table` from a lost host."""
+        """What a request gets if it needs rows of `table` from a lost host."""
         choices = [choice for pattern, choice in self.on_shard_failure.items() if fnmatchcase(table, pattern)]
         return choices[-1] if choices else OnShardFailure.ERROR
 
@@ -73,8 +73,8 @@ class HostsConfig:
         """Refuse addresses and tables that do not fit a bundle.
 
         Raises:
-            ConfigurationError: a host of the plan has no address, an address is for no host, or a pattern matches no
-                table.
+            ConfigurationError: a host of the plan has no address, an address belongs to no host, or a pattern matches
+                no table.
         """
         expected = {bundle.host: bundle.model for bundle in manifest.hosts}
         named = ", ".join(f"{host} ({model})" for host, model in expected.items())

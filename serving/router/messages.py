@@ -23,12 +23,12 @@ class PartialRequest:
     Attributes:
         rows: row numbers of the host's shards, segment-major; int64 [n].
         lengths: bag sizes, segment-major; int32 [segments · B].
-        weights: the per-id weight of each row; float32 [n]. None if the host's segments take none.
-        segments: names of the segments asked for, joined by commas. None: all of the host's, in its order.
+        weights: the per-id weight of each row, float32 [n], or None if the host's segments take no weights.
+        segments: the names of the requested segments, joined by commas, or None for all of the host's, in its order.
         samples: B.
-        columns: columns of the answer, the sum of the segments' widths.
-        part_of: the plan that the answering bundle has to be a part of, as `serving.bundle.plan.Part.text`. None: do
-            not check.
+        columns: the columns of the answer: the sum of the segments' widths.
+        part_of: the plan that the answering bundle must be a part of, as `serving.bundle.plan.Part.text`, or None if
+            that is not checked.
     """
 
     rows: Ids
@@ -43,7 +43,7 @@ class PartialRequest:
 METHOD = path_of("ModelInfer")
 # The parameters of a request to a host.
 _SEGMENTS, _BUNDLE, _PART_OF = (PARAMETERS[field].name for field in ("features", "bundle", "part_of"))
-# Most bytes of a response without its numbers.
+# Maximum bytes of a response without its numbers.
 _LARGEST_REST_BYTES = 1 << 12
 _MOST_SHOWN = 150
 MORE_THAN_ONE = "expected one response, got more"
@@ -56,13 +56,13 @@ class Messages:
 
     Args:
         bundle: the bundle that has to answer.
-        id_dtype: of the row numbers in a message.
+        id_dtype: the dtype of the row numbers in a message.
     """
 
     def __init__(self, bundle: HostBundle, id_dtype: IdDtype) -> None:
         self._id_dtype = id_dtype
         self._by = (bundle.model, str(bundle.version))
-        # The datatype of all responses. None until the first.
+        # The datatype of all responses; None before the first one.
         self._datatype: str | None = None
         # The part that all requests have in common is encoded once.
         prefix = ModelInferRequest(model_name=bundle.model, model_version=str(bundle.version))
@@ -84,7 +84,8 @@ class Messages:
         """The partial sums in a response: float32 or float16 [B, columns]. They share the memory of its content.
 
         Raises:
-            InternalError: it is no ModelInferResponse, is another model's, or does not fit the request.
+            InternalError: the message is not a ModelInferResponse, comes from another model, or does not fit the
+                request.
         """
         if message is None:
             raise InternalError("expected a response, got none")
@@ -116,7 +117,7 @@ class Messages:
 
 
 def largest_answer(request: PartialRequest) -> int:
-    """The most bytes that the response to a request may have."""
+    """The maximum bytes of the response to a request."""
     return _LARGEST_REST_BYTES + request.samples * request.columns * np.dtype(np.float32).itemsize
 
 

@@ -27,11 +27,11 @@ async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:
     """Check that every host has a replica with its bundle.
 
     Args:
-        hosts: by rank.
+        hosts: the hosts by rank.
         patience_s: how long to wait for hosts that do not answer, in seconds.
 
     Raises:
-        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+        HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
     """
     deadline = time.monotonic() + patience_s
     problems = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
@@ -54,7 +54,7 @@ async def _check(host: Host, deadline: float) -> str | None:
 
 
 class LoopThread:
-    """An event loop on a thread of its own."""
+    """An event loop on its own thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -70,7 +70,7 @@ class LoopThread:
         """Refuse a forked child.
 
         Raises:
-            ConfigurationError: this process is one.
+            ConfigurationError: this process is a forked child.
         """
         if self.is_forked:
             raise ConfigurationError(
@@ -79,11 +79,11 @@ class LoopThread:
             )
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Run a coroutine on that loop. It returns at once."""
+        """Run a coroutine on the loop. This returns at once."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel the coroutines that still run there, and end the thread."""
+        """Cancel the coroutines that still run on the loop, and end the thread."""
         self.start(_cancel_others()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -91,7 +91,7 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    """Cancel all other tasks of this loop, and wait until they have ended."""
+    """Cancel all other tasks of this loop, and wait for their ends."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -99,11 +99,11 @@ async def _cancel_others() -> None:
 
 
 class Replica(Strict, frozen=True):
-    """A replica of a host, as it was checked.
+    """A replica of a host, and the result of its last check.
 
     Attributes:
         address: "host:port".
-        problem: why it cannot answer. None if it can.
+        problem: why it cannot answer, or None if it can.
     """
 
     address: str
@@ -114,10 +114,10 @@ class HostReplicas(Strict, frozen=True):
     """A host of a router's plan.
 
     Attributes:
-        host: its number.
+        host: the number of the host.
         model: the model that it serves for the router.
-        version: of that model.
-        replicas: in the order of their addresses.
+        version: the version of that model.
+        replicas: its replicas, in the order of their addresses.
     """
 
     host: int
@@ -135,8 +135,8 @@ async def replicas_of(manifest: Manifest, hosts: HostsConfig) -> tuple[HostRepli
     """Check all replicas of all hosts at once: does each have its host's bundle?
 
     Args:
-        manifest: a router's.
-        hosts: where the hosts are. Each check takes at most `HostsConfig.timeout_s`.
+        manifest: the manifest of a router.
+        hosts: the addresses of its hosts. Each check takes at most `HostsConfig.timeout_s`.
     """
     replicas_by_host = await asyncio.gather(
         *(_ask_each(manifest, host, hosts.connection(host.host)) for host in manifest.hosts)

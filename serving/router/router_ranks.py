@@ -39,10 +39,10 @@ class _Selection:
     """The segments of a rank that a selection of features needs.
 
     Attributes:
-        names: their names, joined by commas. None if they are all of the rank's.
+        names: their names, joined by commas, or None for all segments of the rank.
         features: the feature of each segment, as its position in the manifest.
         tables: the table of each segment.
-        columns: columns of the rank's partial sums.
+        columns: the columns of the rank's partial sums.
     """
 
     names: str | None
@@ -56,10 +56,10 @@ class Split:
     """A batch, split by rank.
 
     Attributes:
-        offsets, features: of the batch, as `serving.lookup.ranks.arguments` gives them.
+        offsets, features: those of the batch, as `serving.lookup.ranks.arguments` returns them.
         by_rank: what each rank looks up.
         selections: the segments that each rank looks up.
-        to_send: the requests to other hosts, by rank. A host of which no row is needed gets none.
+        to_send: the requests to other hosts, by rank. Hosts whose rows are not needed get none.
     """
 
     offsets: Tensor
@@ -73,20 +73,20 @@ class RouterRanks:
     """A router's program, and the hosts of its plan. Only one thread at a time may call it.
 
     Args:
-        bundle: the router's.
+        bundle: the router's bundle.
         weights: the weights files of the router's own rank.
-        hosts: where the hosts are.
-        patience_s: how long to wait for hosts that do not answer yet, in seconds. None: do not check the hosts.
+        hosts: the addresses of the hosts.
+        patience_s: how long to wait for hosts that do not answer yet, in seconds, or None to check no host.
 
     Attributes:
         loaded_program: the program, and how it runs.
         replicas: the last result of `watch_replicas`.
-        host_times: of the calls that the last `answer` made of which there is a trace.
+        host_times: the times of the host calls of the last `answer` that is traced.
 
     Raises:
         BundleError: the program cannot be loaded.
         ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
-        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+        HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
     """
 
     def __init__(self, bundle: Bundle, weights: TableFiles, hosts: HostsConfig, patience_s: float | None) -> None:
@@ -141,14 +141,14 @@ class RouterRanks:
         """Check that every host answers.
 
         Raises:
-            HostUnavailable: naming each host that does not, or that lacks its bundle.
+            HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
             ConfigurationError: this process was forked from the one that opened the bundle.
         """
         self._loop.check()
         self._loop.start(check_all(self._hosts, 0.0)).result()
 
     def close(self) -> None:
-        """Close the channels, and end the threads. A forked child has none of its own."""
+        """Close the channels, and end the threads, of which a forked child has none."""
         if self._loop.is_forked:
             return
         self._callers.close()
@@ -171,7 +171,7 @@ class RouterRanks:
         local_sums = [self._own_sums(split) for split in splits]
         results = map(wait_all, calls)
         answers = [self._merge(*parts) for parts in zip(batches, splits, local_sums, results, strict=True)]
-        if TRACE.get() is not None:  # somebody wants to know
+        if TRACE.get() is not None:  # traces are recorded
             self.host_times = [
                 HostTime(self._ranks[rank].host, call.started, call.ended)
                 for batch_calls in calls
@@ -199,7 +199,7 @@ class RouterRanks:
         return Split(offsets, features, by_rank, selections, to_send)
 
     def _selections_of(self, positions: npt.NDArray[np.int64] | None) -> list[_Selection]:
-        """The segments that are needed of each rank. `positions` are the features' in the manifest; None: all."""
+        """The needed segments of each rank. `positions`: of the features in the manifest, or None for all."""
         key = b"" if positions is None else positions.tobytes()
         selections = self._selections.get(key)
         if selections is None:
@@ -233,7 +233,7 @@ class RouterRanks:
     def _without(
         self, batch: Batch, split: Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
     ) -> BatchAnswer:
-        """The answer to a batch, with the requests that need rows of lost hosts. They fail, or have zeros instead."""
+        """The answer to a batch, where requests that need rows of lost hosts fail or get zeros."""
         bounds = dict(zip(batch.feature_set.positions.tolist(), batch.bounds, strict=True))
         losses: dict[int, list[LostHost]] = {}
         zeroed: dict[int, frozenset[str]] = {}

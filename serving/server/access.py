@@ -22,16 +22,18 @@ class Access:
     Attributes:
         host: the IPv4 address that gRPC listens on.
         operations_host: the IPv4 address of the operations port.
-        operations_tls: whether it has the certificate of `tls`. Clients of it need none.
-        operations_token: what its clients have to send for metrics, as a bearer token. None: nothing.
+        operations_tls: whether the operations port uses the certificate of `tls`. It asks no client for a
+            certificate.
+        operations_token: the bearer token that clients must send for `/metrics`, or None if no token is needed.
         http: whether clients may use HTTP too. A single request can kill an older tritonserver (docs/protocol.md).
-            Triton has no TLS for HTTP. So HTTP listens on loopback only, unless `insecure`.
-        tls: certificates of the gRPC port. None: no TLS.
-        insecure: whether to listen beyond loopback without TLS. Something in front of the server must shield it.
+            Triton has no TLS for HTTP, so HTTP listens on loopback only, unless `insecure` is set.
+        tls: the certificates of the gRPC port, or None for no TLS.
+        insecure: whether to listen beyond loopback without TLS. A proxy or network policy must protect the server
+            then.
         allow: the restricted protocols that need no key.
 
     Raises:
-        ConfigurationError: an address is no IPv4 address, or is beyond loopback without TLS; or `allow` names another
+        ConfigurationError: an address is not IPv4, or is beyond loopback without TLS; or `allow` names an unknown
             protocol.
     """
 

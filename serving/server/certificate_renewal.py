@@ -12,18 +12,18 @@ from serving.server.running_server import Served, Server
 # Seconds from when its models are idle until a stopping server is killed: it has to send its last answers, and end.
 LAST_ANSWERS_S = 3.0
 
-# Seconds between two looks at certificates, until what failed is tried again, until connections that began before
-# another process got them have reached theirs, and until these are accepted on a busy machine.
+# In seconds: the pause between two checks of the certificate files, and before a failed renewal is tried again; the
+# time for connections that began before the handover to reach their process; and for that process to accept them.
 _LOOKS_S, _AGAIN_S, _REACHED_S, _ACCEPTED_S = 2.0, 60.0, 2.0, 30.0
-_MISFITS = 5  # looks at which certificate and key do not fit, until the log says so
+_MISFITS = 5  # checks with a certificate and key that do not match before this is logged
 _FAILED = "cannot switch to the renewed certificates, and keeps the previous ones"
 
 
 class CertificateRenewal:
-    """Goes over to certificates that are renewed: tritonserver reads them as it starts, and not again.
+    """Switches a server to renewed certificates, which tritonserver reads only when it starts.
 
-    A second process starts beside the present one, and takes its place when it serves the same. New connections come
-    to it then, and the one before ends when its last connection has.
+    A second process starts beside the current one. When it serves the same models, new connections go to it, and the
+    old process ends after its last connection has closed.
     """
 
     def __init__(self, server: Server, served: Served, recover: bool) -> None:
@@ -55,7 +55,7 @@ class CertificateRenewal:
                 )
                 second, served = self._server.replacement(), self._served.copy()
                 self._second = second, ModelWatcher(second, served, self._recover), served
-                self._second[1].start(is_anew=True, present=self._server)
+                self._second[1].start(is_empty=True, present=self._server)
         return watcher
 
     def signal(self, number: int) -> None:

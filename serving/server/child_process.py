@@ -20,14 +20,14 @@ from serving.log import Output
 # execve(2), beside what gRPC and other threads left there. A child died of it by SIGSEGV.
 SETUP_COMMAND = (sys.executable, "-I", "-S", str(Path(__file__).with_name("process_setup.py")))
 
-# Memory of past requests is kept for the next ones. Memory that is returned to Linux must be mapped again page by
-# page, which slows large requests. Triton's own pool would keep any size for ever. glibc keeps this much, mallopt(3):
+# Freed memory is kept for later requests. Memory that is returned to Linux must be mapped again page by page, which
+# slows large requests. Triton's own pool would keep any size for ever. glibc keeps this much, mallopt(3):
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 # tcmalloc, which gives back ten times as fast as by default, keeps about as much after a burst.
 # https://gperftools.github.io/gperftools/tcmalloc.html
 _TCMALLOC = {"TCMALLOC_RELEASE_RATE": "10", "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0"}
 _TCMALLOC_NAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
-# Where Debian, Triton's images and others have libraries.
+# The library folders of Debian, of Triton's images and of other distributions.
 _LIBRARIES = (f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64", "/usr/lib")
 
 # Longest wait for killed processes to end, and the pause between checks, in seconds.
@@ -67,7 +67,7 @@ def malloc_environment(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
     """Environment variables for the memory of a server and its models: tcmalloc if it is there, or else glibc's.
 
     Args:
-        libraries: folders that may have it.
+        libraries: the folders in which to look for tcmalloc.
     """
     every = (Path(folder, name) for folder in libraries for name in _TCMALLOC_NAMES)
     library = next((path for path in every if path.exists()), None)
@@ -97,9 +97,9 @@ class Launch:
     Attributes:
         command: the program and its options.
         environment: environment variables that it gets in addition to ours.
-        shm_bytes: most bytes of shared memory of an instance.
-        log: what it says goes there.
-        folder: its working directory, where a model's Python looks for modules first. None: ours.
+        shm_bytes: maximum bytes of shared memory of an instance.
+        log: gets the output of the process.
+        folder: its working directory, where a model's Python looks for modules first. None stands for our own.
     """
 
     command: Sequence[str]
@@ -117,7 +117,7 @@ class Launch:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # else it would get a Ctrl-C twice: from the terminal, and from us
+            start_new_session=True,  # or it would get a Ctrl-C twice: from the terminal and from us
         )
         return Child(process, Output(cast(BinaryIO, process.stdout), self.log))
 

@@ -24,34 +24,35 @@ from serving.log import Output
 from serving.tables.live_state import About, State
 from serving.tables.mutable_tables import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 
-# Seconds between looks at the copies and the delta writer.
+# Seconds between checks of the copies and the delta writer.
 _LOOKS_S = 0.2
 # Seconds between two lists of a folder, which may have thousands of deltas.
 _LISTS_S = 1.0
-# Seconds between looks at a store. Each is a request for each lineage.
+# Seconds between checks of a store. A check sends a request for each lineage.
 _ASKS_S = 0.5
-# Least seconds between two starts of the delta writer.
+# Minimum seconds between two starts of the delta writer.
 _STARTS_S = 1.0
-# One thread: it multiplies nothing.
+# One thread, because the delta writer multiplies no matrices.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# Least seconds between two lines of the log that say up to which delta a copy is.
+# Minimum seconds between two lines of the log with the newest applied delta of a copy.
 _SAYS_S = 10.0
 # A number that is missing for this long, in seconds, is reported: deltas may be copied here in any order.
 _MISSING_S = 5.0
 
 
 class AppliedDeltas(NamedTuple):
-    """What a live copy is at.
+    """The deltas that are applied to a live copy.
 
     Attributes:
         about: the version.
-        sequence: the number of the newest delta that is applied.
-        sha256: the digest of its file, in hex. Empty: the rows are the version's own.
-        newest: the number of the newest delta that is there.
-        waits_since: since when the oldest delta that is not applied is seen here, by time.monotonic. None: all are.
-        rows: that were written, in all.
-        refused: deltas that were refused, in all.
-        stopped: why no further delta is applied. Empty: they are.
+        sequence: the number of the newest applied delta.
+        sha256: the digest of its file, in hex; empty if no delta is applied.
+        newest: the number of the newest delta in the folder.
+        waits_since: when the oldest pending delta was first seen, by time.monotonic, or None if all deltas are
+            applied.
+        rows: the number of rows written so far.
+        refused: the number of deltas refused so far.
+        stopped: why no further delta is applied; empty if deltas are applied.
     """
 
     about: About
@@ -65,7 +66,7 @@ class AppliedDeltas(NamedTuple):
 
     @property
     def lag_s(self) -> float:
-        """For how long the oldest delta that is not applied is seen here, in seconds. 0: all are."""
+        """Seconds since the oldest pending delta was first seen; 0 if all deltas are applied."""
         return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
 
 
@@ -84,38 +85,38 @@ class DeltaService:
 
     Args:
         deltas: the folder of all deltas.
-        environment: of the delta writer, in addition to ours.
+        environment: environment variables of the delta writer, in addition to ours.
         log: the server's log.
 
     Attributes:
-        environment: what the processes of the server's models need.
-        applied: what each live copy was at when it was last looked at. A hanging file system delays these looks, but
-            not readers of this.
+        environment: environment variables for the processes of the server's models.
+        applied: the applied deltas of each live copy at the last check. A hanging file system delays checks, but not
+            readers of this attribute.
     """
 
     def __init__(self, deltas: Path, environment: Mapping[str, str], log: logging.Logger) -> None:
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
-        # What was said of each copy: why it stopped; and up to which delta it was, and when that may be said again.
+        # What was last logged of each copy: why it stopped, its newest delta, and when that may be logged again.
         self._said: dict[tuple[str, str], str] = {}
         self._said_applied: dict[tuple[str, str], tuple[int, float]] = {}
-        # The deltas that are there, by folder, as they were when they were last listed.
+        # The deltas of each folder when it was last listed.
         self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
         # The lineages whose files were all fetched from the store.
         self._brought: set[LiveLineage] = set()
-        # When each number that is not applied was seen first, by folder.
+        # When each pending delta was first seen, by folder.
         self._first_seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
-        # The folder of the deltas, and what is shown in its place: where a store has them.
+        # The folder of the deltas, and the store's URL, which messages show in its place.
         self._shown = str(deltas), str(deltas)
         self.environment = {LIVE_SERVER: self._name, LIVE_DELTAS: str(deltas)}
         self.applied: list[AppliedDeltas] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In the block, keep a delta writer running while there are copies."""
+        """During the block, keep a delta writer running while live copies exist."""
         thread = threading.Thread(target=self._keep, name="delta writer", daemon=True)
         thread.start()
         try:
@@ -131,17 +132,17 @@ class DeltaService:
     ) -> Iterator[None]:
         """Fetch the deltas of live models from a store. During the block, also fetch new ones.
 
-        If the store cannot be reached, the log says so, and the deltas that were fetched before are applied. If it
-        was never reached, its deltas are unknown, and nothing begins.
+        If the store cannot be reached, this is logged, and the deltas that were fetched earlier are applied.
 
         Args:
-            store: has them.
-            models: their folders in the repository.
-            note_store_read: is called with the URL of the store and the time, whenever it was read.
+            store: the store of the deltas.
+            models: the folders of the models in the repository.
+            note_store_read: called with the URL of the store and the time after each read.
 
         Raises:
-            ServerUnavailable: the store cannot be reached, and was never asked for a lineage.
-            ServingError: a version, or the settings of a model, cannot be read; or deltas can be written nowhere.
+            ServerUnavailable: the store cannot be reached, and a lineage was never fetched from it.
+            ServingError: a version or the settings of a model cannot be read, or the local folder cannot be written
+                to.
         """
         self._shown = str(store.folder), store.url
         began, ended = threading.Event(), threading.Event()
@@ -180,10 +181,10 @@ class DeltaService:
         """Fetch the new deltas of each lineage: after the state of its copies, or after the last local delta.
 
         Returns:
-            Whether there is one, so that the store was asked.
+            Whether there are lineages, so that the store was asked.
 
         Raises:
-            ServingError: the first of the problems, when all lineages have had their turn.
+            ServingError: the first error, raised after all lineages were tried.
         """
         sequences: dict[Path, int] = {}
         for copy in self.applied:
@@ -297,13 +298,13 @@ class DeltaService:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # else a Ctrl-C would end it before what was accepted is answered
+            start_new_session=True,  # or a Ctrl-C would end it before accepted requests are answered
         )
         Output(cast(BinaryIO, process.stdout), self._log, "delta-writer")
         return process
 
     def _say_changes(self) -> None:
-        """Say which copies stopped, and which go on, once; and at times up to which delta each is."""
+        """Log once that a copy stopped or continues, and from time to time its newest applied delta."""
         for copy in self.applied:
             about = copy.about
             key = about.model, about.version

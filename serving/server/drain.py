@@ -1,9 +1,9 @@
 """The timing of a server that drains before it stops, so that no client loses a call.
 
-First the server reports that it is not ready, and still answers new connections: load balancers need time to notice.
-Then it refuses new connections and closes each open one by its age: gRPC tells the client, which finishes its calls
-and connects to another server (GOAWAY; MAX_CONNECTION_AGE of gRPC's proposal A9). The server stops when no connection
-is left.
+First the server reports that it is not ready but accepts new connections, because load balancers need time to notice.
+Then it refuses new connections, and closes open connections by their age: gRPC sends GOAWAY, and the client finishes
+its calls and connects to another server (MAX_CONNECTION_AGE of gRPC's proposal A9). The server stops when no
+connection is left.
 """
 
 import time
@@ -15,18 +15,18 @@ from serving.server.port_handover import PortHandover
 from serving.triton.command_line import RENEWAL_AGE_MS, connection_age_of
 
 LEAST_S, MOST_S = 2.0, 3600.0
-# Shares of the drain time: new connections are accepted during the first; a connection is closed at the age of the
-# second. gRPC draws each age from 0.9 to 1.1 of that. The last calls have the rest.
+# Shares of the drain time: the time in which new connections are accepted, and the age at which a connection is
+# closed. gRPC draws each age from 0.9 to 1.1 of that. The last calls have the remaining time.
 ACCEPTING, _AGE = 0.5, 0.3
-# Seconds after the last new connection until all of them are seen.
+# Seconds until a new connection is certain to be counted.
 _REACHED_S = 1.0
 
 
 def connection_age_ms(drain_s: float, *, renews: bool) -> int | None:
-    """The age at which a server closes connections, in milliseconds. None: it does not.
+    """The age at which a server closes connections, in milliseconds, or None if it closes none.
 
     Args:
-        drain_s: the time in which it drains, in seconds. 0: it does not.
+        drain_s: the drain time in seconds; 0 if the server does not drain.
         renews: whether a process with a renewed certificate can take over its port.
     """
     if drain_s:
@@ -35,10 +35,11 @@ def connection_age_ms(drain_s: float, *, renews: bool) -> int | None:
 
 
 def check_drain(drain_s: float, options: Sequence[str]) -> float:
-    """Check a time to drain, in seconds; 0: do not drain.
+    """Check a drain time.
 
     Args:
-        options: tritonserver's.
+        drain_s: in seconds; 0 for no draining.
+        options: the options of tritonserver.
 
     Returns:
         The longest time for which the server keeps a connection, in seconds.
@@ -63,9 +64,9 @@ class Drain:
     """A server that drains before it stops.
 
     Attributes:
-        drain_s: the longest time, in seconds.
-        port_handover: of its gRPC port. None: new connections cannot be refused, so it drains for the whole time.
-        began: when it began to, by `time.monotonic`.
+        drain_s: the maximum drain time, in seconds.
+        port_handover: refuses new connections of the gRPC port. If it is None, the server drains for the whole time.
+        began: when the server began to drain, by `time.monotonic`.
     """
 
     drain_s: float
@@ -74,10 +75,11 @@ class Drain:
     _refuses: bool = False
 
     def is_over(self, processes: list[int]) -> bool:
-        """Refuse new connections when that is due. Returns whether no connection is left, or the time is up.
+        """Refuse new connections when that is due. Returns whether draining is over: no connection is left, or the
+        time is up.
 
         Args:
-            processes: the tritonservers that may have connections.
+            processes: the process ids of tritonservers that may have connections.
         """
         passed_s = time.monotonic() - self.began
         if passed_s >= self.drain_s:

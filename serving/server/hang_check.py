@@ -1,8 +1,8 @@
 """Find models that hang: their process runs, but makes no progress.
 
-An idle model is asked for a lookup without samples. That asks for no scores, because these need dense inputs. A model
-hangs if it answers neither this lookup nor any other request, and reads nothing from the disk. A model that is only
-busy answers other requests meanwhile, or reads its tables.
+An idle model gets a lookup without samples. It does not get a request for scores, because that needs dense inputs. A
+model hangs if it answers neither this lookup nor any other request, and reads nothing from the disk. A busy model
+answers other requests meanwhile, or reads its tables.
 """
 
 import threading
@@ -16,8 +16,8 @@ from serving.requests.types import LOOKED_UP
 from serving.router.hosts_config import hosts_of
 from serving.triton.control import Control
 
-# A model that answered no request for PERIOD_S is asked. It hangs if it answers nothing for _PATIENCE_S more.
-# A router gets longer, because a host that does not answer delays this lookup and the requests before it.
+# A model that answered no request for PERIOD_S gets a lookup. It hangs if it answers nothing for another _PATIENCE_S.
+# A router gets more time, because a silent host delays this lookup and the requests before it.
 PERIOD_S, _PATIENCE_S = 5.0, 20.0
 
 
@@ -30,7 +30,7 @@ class HangCheck:
         config: the ModelConfig that it is served with, as JSON.
 
     Attributes:
-        overdue_s: the model hangs if it made no progress for so long, in seconds.
+        overdue_s: the model hangs if it makes no progress for this time, in seconds.
         request: the lookup without samples, as JSON.
     """
 
@@ -78,7 +78,7 @@ def _empty(tensor: Any) -> dict[str, Any]:
 
 
 def _shard_timeout_s(config: Any) -> float:
-    """How long a router waits for a host, in seconds. 0: the model is no router."""
+    """How long a router waits for a host, in seconds; 0 if the model is not a router."""
     parameters = {name: parameter.get("string_value", "") for name, parameter in config["parameters"].items()}
     settings = parsed(parameters)
     return hosts_of(ServingSettings(**settings)).timeout_s if settings.get("hosts") else 0.0

@@ -1,15 +1,15 @@
 """The operations port: whether a server lives, whether it is ready, and its metrics, over HTTP.
 
-`/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
-nothing up and ask no model: overload does not change readiness. `/readyz?verbose` also names the hosts that a router
-has lost, which stays ready for what needs none of them, the models whose release is not served, and those to which no
-further delta is applied.
+`/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process and send no
+request to a model, so overload does not change readiness. `/readyz?verbose` also names lost hosts of routers, models
+whose release is not served, and models to which no further delta is applied. A router with lost hosts stays ready,
+because it answers requests that need none of them.
 `/metrics` has Triton's metrics, from a Unix socket that only this user can open, and the metrics of the server as a
 whole.
 
-Triton's HTTP library keeps a request of any length in memory. Here nothing is read after the headers, which are
-bounded. A connection is answered once and ends within `_PATIENCE_S`. Of more than `_MOST` connections the oldest
-ends, so a client that only holds connections keeps no probe out.
+Triton's HTTP library keeps a request of any length in memory. This one limits the size of headers and reads nothing
+after them. A connection gets one answer and ends within `_PATIENCE_S`. If there are more than `_MOST` connections,
+the oldest one is closed, so a client that only holds connections cannot keep probes out.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ def operations_port(
 
     Args:
         listener: a socket that is bound.
-        health: of the server.
-        scrape: the server's metrics in Prometheus' text format; may raise ServingError.
-        access: whether there is TLS, and a token.
+        health: the health of the server.
+        scrape: returns the server's metrics in Prometheus' text format; may raise ServingError.
+        access: says whether the port uses TLS, and which token it expects.
 
     Raises:
         ConfigurationError: another process took the port, or h11 is not installed.
@@ -95,7 +95,7 @@ class _Port:
     async def serve(
         self, listener: socket.socket, tls: ssl.SSLContext | None, listens: "Future[Callable[[], object]]"
     ) -> None:
-        """Answer until what `listens` is given is called, by any thread."""
+        """Answer requests. `listens` gets a function that ends this, which any thread may call."""
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         handshakes: set[_Connection] = set()
 
@@ -146,7 +146,7 @@ class _Port:
                 writer.transport.abort()
 
     async def _answer_to(self, http: "h11.Connection", reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
-        """The answer to the request that comes next, and whether it asks for headers alone."""
+        """The status and body of the answer to the next request, and whether the request is HEAD."""
         import h11
 
         try:
@@ -191,7 +191,7 @@ class _Port:
 
 
 class _Connection(asyncio.StreamReaderProtocol):
-    """A connection, which is one of `handshakes` until its TLS handshake has ended. Nobody tells when that fails."""
+    """A connection. It is in `handshakes` until its TLS handshake ends; asyncio does not report a failed one."""
 
     def __init__(self, answer: Any, handshakes: "set[_Connection]") -> None:
         super().__init__(asyncio.StreamReader(limit=_READ_BYTES), answer)
@@ -205,6 +205,6 @@ class _Connection(asyncio.StreamReaderProtocol):
 
 
 def _lost_hosts(page: bytes) -> bytes:
-    """A line for each host of a router that no replica answers for."""
+    """A line for each host of a router without an answering replica."""
     lost = [line for line in page.decode().splitlines() if line.startswith(_REPLICAS_UP) and line.endswith(" 0")]
     return "".join(f"lost: {line.removeprefix(_REPLICAS_UP).partition('}')[0]}\n" for line in lost).encode()

@@ -10,7 +10,7 @@ from serving.errors import ServingError
 from serving.server.delta_service import DeltaService
 from serving.server.tls import ServerTls
 
-# Seconds until a supervisor that does not look after its server is dead.
+# Seconds after which a supervisor that did not check its server counts as dead.
 _SILENT_S = 60.0
 Answer = tuple[int, bytes]
 
@@ -20,20 +20,19 @@ class HealthState:
     """What a server can do now. Code that starts and watches it writes this; the operations port reads it.
 
     Attributes:
-        server_problem: why tritonserver does not serve. None: it does.
-        model_problems: why models do not serve, by name. Others do.
-        is_draining: whether it was told to stop, and still answers.
-        is_stopping: whether it stops.
-        last_supervised: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
-        tls: the certificate that tritonserver reads as it starts. None: it has none.
+        server_problem: why tritonserver does not serve, or None if it does.
+        model_problems: why models do not serve, by name. Models that serve are left out.
+        is_draining: whether the server was told to stop, and still answers.
+        is_stopping: whether the server stops.
+        last_supervised: when the supervisor last checked the server, by `time.monotonic`; None without a supervisor.
+        tls: the certificate that tritonserver reads when it starts, or None.
         restarts: how often tritonserver was restarted.
-        certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
-            has none, or is not started yet.
-        store_read: when each store that it follows was last read, Unix time, by URL.
-        release_problems: of each model whose release is followed, why it is not served. None: it is.
-        deltas: its live copies. None: it has none.
-        tls_context: the TLS of the operations port. It gets a renewed certificate when tritonserver does. None: no
-            TLS.
+        certificate_expires: when the certificate expires that tritonserver has read, in Unix time; None without a
+            certificate, or before tritonserver starts.
+        store_read: when each followed store was last read, in Unix time, by URL.
+        release_problems: why the release of a model is not served, by model; None if it is served.
+        deltas: the live copies, or None.
+        tls_context: the TLS of the operations port, or None. It gets a renewed certificate when tritonserver does.
     """
 
     server_problem: str | None = "starting"
@@ -50,7 +49,7 @@ class HealthState:
     tls_context: ssl.SSLContext | None = None
 
     def reload_certificate(self) -> None:
-        """A tritonserver is about to start: it reads the certificate now, and not again."""
+        """Load the certificate that tritonserver, which is about to start, reads now."""
         if self.tls is not None:
             with suppress(OSError, ValueError, ServingError):  # tritonserver says so
                 replace(self.tls)  # a pair that does not fit would leave the context without a key
@@ -86,7 +85,7 @@ class HealthState:
         return HTTPStatus.OK, b"ready\n"
 
     def metrics(self) -> bytes:
-        """The metrics of the server as a whole, which are there while tritonserver is not."""
+        """The metrics of the server as a whole, which exist even while tritonserver does not run."""
         is_ready = self.ready()[0] == HTTPStatus.OK
         metrics = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
         metrics.append(("tbe_restarts_total", "counter", "Restarts of tritonserver", f"{self.restarts}"))

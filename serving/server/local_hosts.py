@@ -35,8 +35,8 @@ class LocalFleet:
     """Servers whose models are ready.
 
     Attributes:
-        hosts: each has the model of one host of the router's plan; by the host's number.
-        router: has the router, and all models of the repository that are no hosts of it.
+        hosts: the server of each host in the router's plan, by the host's number.
+        router: the server of the router, and of all models in the repository that are not its hosts.
     """
 
     hosts: Mapping[int, Server]
@@ -49,7 +49,7 @@ class LocalFleet:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """All of them, the router's last."""
+        """All servers; the router's is the last."""
         return (*self.hosts.values(), self.router)
 
 
@@ -92,20 +92,21 @@ def run_local_hosts(
 
     Args:
         repository: a model repository with one router and the models of its hosts.
-        ports: of the router's server.
-        pins: as `run_server`.
-        access: who may reach the router's server; as `run_server`.
-        trust: as `run_server`.
-        deltas: as `run_server`.
-        logs: a folder for the log of each server, `<model>.log`. None: stderr.
-        log_format: of these logs.
-        shm_bytes: as `run_server`, of each server.
-        drain_s: as `run_server`, of the router's server: it alone calls the others.
-        options: as `run_server`, of each server.
+        ports: the ports of the router's server.
+        pins: as for `run_server`.
+        access: who may reach the router's server; as for `run_server`.
+        trust: as for `run_server`.
+        deltas: as for `run_server`.
+        logs: a folder for the log of each server, `<model>.log`. None stands for stderr.
+        log_format: the format of these logs.
+        shm_bytes: as for `run_server`, for each server.
+        drain_s: as for `run_server`, for the router's server. Only the router calls the other servers.
+        options: as for `run_server`, for each server.
 
     Raises:
-        ConfigurationError: the repository has no router, several, or not the bundle of each host; or as `run_server`.
-        BundleError: a bundle is damaged, or another than the router names; or as `run_server`.
+        ConfigurationError: the repository has no router, several routers, or lacks the bundle of a host; or as for
+            `run_server`.
+        BundleError: a bundle is damaged, or is not the one that the router names; or as for `run_server`.
         TritonserverFailed: as `run_server`.
     """
     pins = pins or {}
@@ -147,7 +148,7 @@ def run_local_hosts(
 
 
 def _trust_in(trust: Trust | None, models: Sequence[str]) -> Trust | None:
-    """What a server has to know that has some of the models."""
+    """The `trust` of a server that has only some of the models."""
     if trust is None:
         return None
     floors = {model: floor for model, floor in trust.min_versions.items() if model in ("*", *models)}
@@ -178,7 +179,7 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
 
 
 def _bundles(model: Path, pinned: Sequence[int], keys: TrustedKeys | None) -> list[Bundle]:
-    """The bundles that are to be served of a model."""
+    """The bundles of a model that are to be served."""
     numbers = pinned or said_versions(read_config(model, keys), versions(model))
     return [open_bundle(model / str(version), keys) for version in numbers]
 
@@ -207,11 +208,11 @@ def _check_host(router: Bundle, host: HostBundle, keys: TrustedKeys | None) -> N
 class FleetSupervisor:
     """Supervises a router's server and its hosts' servers as one.
 
-    Each server is watched and restarted on its own thread. The main thread receives signals meanwhile.
+    A thread for each server watches and restarts it. The main thread receives signals meanwhile.
 
     Args:
-        hosts: of the servers of the hosts.
-        router: of the router's server.
+        hosts: the supervisors of the hosts' servers.
+        router: the supervisor of the router's server.
     """
 
     def __init__(self, hosts: Sequence[Supervisor], router: Supervisor) -> None:
@@ -220,18 +221,19 @@ class FleetSupervisor:
         self._at_once = False
 
     def stop(self, number: int) -> None:
-        """Stop all by signal `number`: the router first, which needs its hosts for what it has accepted.
+        """Stop all servers by signal `number`: first the router, which needs its hosts to answer accepted requests.
 
-        The second time, all end at once.
+        A second call ends all servers at once.
         """
         self._at_once = self._number is not None
         self._number = number
 
     def wait(self) -> int:
-        """Watch until all have ended. When one has ended for good, all others are stopped.
+        """Watch until all servers have ended. When one ends for good, the others are stopped.
 
         Returns:
-            The exit code of the router's server, or, where that is 0, of the first host's that is not.
+            The exit code of the router's server; or if that is 0, the first exit code of a host's server that is not
+            0.
 
         Raises:
             ServingError: as `Supervisor.wait`.

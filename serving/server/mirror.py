@@ -29,10 +29,10 @@ class Mirror:
         repository: the folder; made if it is missing.
         models: the models to pull. None: all models that the store has at each pull.
         pins: versions to serve, by model.
-        follow: whether to pull the versions of releases. False: the versions that config.pbtxt names.
+        follow: whether to pull the versions of releases instead of the versions that config.pbtxt names.
         is_exact: whether to remove versions from the folder that the store no longer has.
         deltas: the store of the deltas of live models. They are pulled before a release that names their version.
-            None: deltas are pulled elsewhere.
+            If it is None, this mirror pulls no deltas.
 
     Attributes:
         repository: the folder.
@@ -136,7 +136,8 @@ class Mirror:
         Args:
             log: gets pulled versions and problems.
             every_s: seconds between two pulls.
-            health_states: of the servers that serve the folder. They export when the store was last read.
+            health_states: the health of each server that serves the folder, which exports when the store was last
+                read.
         """
         problem = "" if self.problem is None else str(self.problem)
         is_read = True
@@ -169,13 +170,13 @@ def mirror_of(
 ) -> Mirror | None:
     """Make a mirror of a repository in a store, and pull once.
 
-    If the store does not answer or has a damaged file, the versions of earlier pulls are served, and the mirror has
-    the `problem`. That needs a version of each model that was begun, and all versions of `pins`.
+    If the store does not answer or has a damaged file, the versions of earlier pulls are served, and `problem` of the
+    mirror says why. This needs at least one complete version of each model, and all versions of `pins`.
 
     Args:
         source: a folder or a URL.
-        cache: the folder that versions are pulled into. None: a folder for the URL in ~/.cache/tbe-serving.
-        pins, follow: as `Mirror`.
+        cache: the folder that versions are pulled into. None stands for a folder of the URL in ~/.cache/tbe-serving.
+        pins, follow: as for `Mirror`.
         every_s: seconds between two pulls, or None for the default.
         deltas: the folder of the deltas of live models, or its URL.
         progress: gets the number of bytes pulled.

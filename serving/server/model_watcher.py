@@ -19,27 +19,27 @@ from serving.triton.stubs import living_stubs
 _PERIOD_S = 0.25
 # If the server does not answer control calls for _SILENT_S, that is reported. After _LOST_S, it counts as hanging.
 _SILENT_S, _LOST_S = 5.0, 60.0
-# Timeouts of a control call: to ask for states, and to load a model.
+# Timeouts of control calls: for states, and for loading a model.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
 # Seconds before a model that could not be reloaded is loaded again: its process may have been killed meanwhile, or
 # memory may be free by then.
 _PAUSES_S = (1.0, 3.0)
-# If a model has no process for so long while it reloads, in seconds, tritonserver waits for ever: for a
-# request that it lost, or for a process that was killed as it began.
+# If a reloading model has no process for this time, in seconds, tritonserver waits forever: for a request that it
+# lost, or for a process that was killed during its start.
 _STUCK_S = 15.0
 
 
 class ModelWatcher:
-    """Watches one tritonserver on a thread of its own, so that the main thread does not wait for its answers.
+    """Watches a tritonserver on its own thread, so that the main thread does not wait for its answers.
 
     Args:
         server: a running server.
         served: the models that it serves. The watcher updates it.
-        recover: whether to load a model again if its process died or hangs. False: give up.
+        recover: whether to load a model again if its process died or hangs, instead of giving up.
 
     Attributes:
-        failure: why the watcher gave up, so that the server should be stopped. None: it continues.
-        lost: why the server does not work any more: another should be started. None: it works.
+        failure: why the watcher gave up, so that the server has to be stopped; None while it watches.
+        lost: why the server no longer works, so that it has to be replaced; None while it works.
         has_loaded: whether all models of `served` have been loaded.
     """
 
@@ -60,19 +60,19 @@ class ModelWatcher:
         self._present: Server | None = None
         self._taken_over = threading.Event()
 
-    def start(self, *, is_anew: bool, present: Server | None = None) -> None:
+    def start(self, *, is_empty: bool, present: Server | None = None) -> None:
         """Begin to watch.
 
         Args:
-            is_anew: the server has nothing loaded yet: load the models of `served` first.
-            present: the one that serves, and goes on until this one takes its place. When `has_loaded` is said, this
-                one serves the same, and nothing is loaded until `take_over`.
+            is_empty: the server has no model yet, so load the models of `served` first.
+            present: the server that this one is going to replace, and which serves until then. Once `has_loaded` is
+                set, both serve the same models, and no model is loaded until `take_over` is called.
         """
         self._present = present
-        threading.Thread(target=self._run, args=(is_anew,), name="model watcher", daemon=True).start()
+        threading.Thread(target=self._run, args=(is_empty,), name="model watcher", daemon=True).start()
 
     def take_over(self) -> None:
-        """Its server has taken the place of the present one."""
+        """Continue: the server has replaced the present one."""
         self._taken_over.set()
 
     def end(self) -> None:
@@ -80,9 +80,9 @@ class ModelWatcher:
         self._ended.set()
         self._taken_over.set()
 
-    def _run(self, is_anew: bool) -> None:
+    def _run(self, is_empty: bool) -> None:
         try:
-            if is_anew:
+            if is_empty:
                 self._load_all()
             if self._present is not None:
                 self._succeed(self._present)
@@ -107,7 +107,7 @@ class ModelWatcher:
                     self._load(model, since)
 
     def _succeed(self, present: Server) -> None:
-        """Serve what the present server serves, and wait until this one is in its place. Nobody loads meanwhile."""
+        """Load the models of the present server, and wait until this server has replaced it. Other loads wait."""
         before, control = present.control(_ASK_TIMEOUT_S), self._server.control(_LOAD_TIMEOUT_S)
         with loading(before, alone=True):
             if not self._ended.is_set():
@@ -157,7 +157,7 @@ class ModelWatcher:
             self._replace(model, hung[model])
 
     def _note_switches(self, before: Mapping[str, Sequence[int]]) -> None:
-        """Log which models serve other versions than before: by `tbe-serve load`, a release, or recovery."""
+        """Log the models whose served versions have changed: by `tbe-serve load`, a release, or recovery."""
         now = self._served.versions
         for model in sorted(before.keys() | now.keys()):
             old, new = (", ".join(map(str, versions.get(model, ()))) or "none" for versions in (before, now))
@@ -194,9 +194,9 @@ class ModelWatcher:
         }
 
     def _paused(self) -> set[str]:
-        """Models with a process that was stopped (SIGSTOP) at this check and the last.
+        """Models with a process that was stopped (SIGSTOP) at this check and at the last one.
 
-        If such a process went on, it could end all of tritonserver, whose locks have a deadline.
+        If such a process continued, it could end tritonserver, whose locks have a deadline.
         """
         before = self._stopped
         stopped = {stub for stub in living_stubs(self._child.process.pid) if stub.is_stopped()}
@@ -204,7 +204,7 @@ class ModelWatcher:
         return {stub.model for stub in stopped if stub.process.pid in before} & self._served.configs.keys()
 
     def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> dict[str, str]:
-        """The models with a version that hangs, with the reason. Only models that tbe-export made are checked."""
+        """The reason for each model that hangs. Only models that tbe-export made are checked."""
         stubs = list(living_stubs(self._child.process.pid))
         hung = {}
         for model, config in self._served.configs.items():
@@ -228,7 +228,7 @@ class ModelWatcher:
         del self._server.health.model_problems[model]
 
     def _load(self, model: str, since: float) -> None:
-        """Load a model that died, or was given up, at `since` by time.monotonic()."""
+        """Load a model again. `since` is when it died or was killed, by time.monotonic()."""
         self._recover(model)
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
@@ -242,7 +242,7 @@ class ModelWatcher:
         )
 
     def _recover(self, model: str) -> None:
-        """Load a model as it was served; where that fails, again after each of `_PAUSES_S`."""
+        """Load a model as it was served. If that fails, try again after each pause of `_PAUSES_S`."""
         served, control = self._served, self._server.control(_LOAD_TIMEOUT_S)
         for pause_s in (*_PAUSES_S, None):
             loaded = threading.Event()
@@ -268,7 +268,7 @@ class ModelWatcher:
                 loaded.set()
 
     def _notice_stuck(self, model: str, loaded: threading.Event) -> None:
-        """Give tritonserver up if no new process of a model lives for `_STUCK_S` before it is loaded."""
+        """Report tritonserver as lost if a model that is being loaded has no new process for `_STUCK_S`."""
         before = {stub.process.pid for stub in living_stubs(self._child.process.pid)}
         last_seen = time.monotonic()
         while not loaded.wait(_PERIOD_S):
@@ -280,7 +280,7 @@ class ModelWatcher:
                 return
 
     def _about(self, model: str) -> dict[str, Any]:
-        """Fields of a line of the log: the model, and the newest version that it serves."""
+        """Fields for the log: the model, and the newest version that it serves."""
         return {"model": model, "version": max(self._served.versions.get(model, ()), default=None)}
 
 

@@ -76,7 +76,7 @@ class PortHandover:
         self._ipv6.enter_context(ipv4_alone(self._host, self._port))
 
     def close(self) -> None:
-        """From now on the kernel chooses among the processes."""
+        """Let the kernel choose among the processes from now on."""
         if not self._is_open:
             return
         self._ipv6.close()
@@ -95,7 +95,7 @@ class PortHandover:
         self._selector.close()
 
     def hand_over(self, process: int) -> None:
-        """Direct new connections to the process that began to listen after `process`, which they have gone to so far.
+        """Direct new connections to the process that began to listen after `process`, which got them so far.
 
         Open connections stay with their process.
 
@@ -120,7 +120,7 @@ class PortHandover:
         self._direct_to(0)
 
     def predecessor_ended(self) -> None:
-        """Close the fillers that are not needed after the process before has ended."""
+        """Close the fillers that are no longer needed because the previous process has ended."""
         for filler in self._spare:
             self._selector.unregister(filler)
             filler.close()
@@ -179,9 +179,9 @@ def _has_ipv6() -> bool:
 
 @contextlib.contextmanager
 def ipv4_alone(host: str, port: int) -> Iterator[None]:
-    """Keep gRPC from listening on IPv6, if it is to listen on 0.0.0.0.
+    """Keep gRPC from listening on IPv6 if it is to listen on 0.0.0.0.
 
-    gRPC also listens on [::] unless that port of [::] is taken. So this takes it with a socket that does not listen.
+    gRPC also listens on [::] unless the port is taken there, so this binds a socket to it that does not listen.
     """
     with contextlib.ExitStack() as stack:
         if host == EVERYWHERE:

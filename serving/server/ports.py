@@ -33,13 +33,14 @@ class Endpoints:
     Attributes:
         grpc: "host:port".
         operations: "http://host:port".
-        http: "host:port". None: clients may not use HTTP.
+        http: "host:port", or None if clients may not use HTTP.
         listener: the socket of the operations port.
         control: the address of the control API, see `Control`. It is `http` if that is set: Triton has one HTTP
             endpoint. Otherwise it is a Unix socket.
         metrics: the Unix socket of Triton's metrics, "unix:/path".
-        port_handover: of the gRPC port. Certificate renewal needs it, unless HTTP is on, whose port two processes
-            cannot share. Draining needs it. None: neither is needed, or a sandbox allows none.
+        port_handover: directs connections of the gRPC port, for draining and certificate renewal. None if neither is
+            configured, or a sandbox forbids it. With HTTP, certificates are not renewed: two processes cannot share
+            its port.
         options: the options of tritonserver for its ports.
     """
 
@@ -60,10 +61,10 @@ def free_endpoints(access: Access, ports: Ports, drain_s: float = 0.0) -> Iterat
     Args:
         access: where it listens.
         ports: the ports to listen on.
-        drain_s: how long it drains before it stops, in seconds.
+        drain_s: how long the server drains before it stops, in seconds.
 
     Raises:
-        ConfigurationError: a port is taken, or there is no place for the control socket.
+        ConfigurationError: a port is taken, or the control socket cannot be made.
     """
     with contextlib.ExitStack() as stack:
         reserved = stack.enter_context(free_ports(access, ports))

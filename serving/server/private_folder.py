@@ -40,11 +40,11 @@ class Trust:
 
     Attributes:
         keys: a PEM file of Ed25519 public keys. One of them must have signed each bundle that is served.
-        folder: where the private folder is made. None: in the folder for temporary files. On the repository's file
-            system, copies of weights files share its blocks, if it supports that (XFS, Btrfs).
+        folder: where the private folder is made. None stands for the folder for temporary files. If the folder is on
+            the repository's file system, copies of weights files share its blocks where supported (XFS, Btrfs).
         weights_in_place: whether weights files stay in the repository after they were compared with their digests.
-            Then every user who can write to them later is trusted.
-        min_versions: the oldest version to serve, by model. "*" is for models that are not named.
+            Every user who can write to them later is trusted then.
+        min_versions: the oldest version to serve, by model. "*" stands for models without an entry.
     """
 
     keys: Path
@@ -57,7 +57,7 @@ class Trust:
 
 
 class PrivateFolder(Strict, frozen=True):
-    """A private folder, and all that is needed to copy further versions into it.
+    """A private folder, and what is needed to copy more versions into it.
 
     Attributes:
         path: the folder.
@@ -99,12 +99,12 @@ class PrivateFolder(Strict, frozen=True):
             yield
 
     def bring(self, model: str, version: int | None = None, serving: Iterable[int] = ()) -> None:
-        """Copy a version into the folder, with its model's settings, if a trusted key signed both.
+        """Copy a version and its model's settings into the folder, if a trusted key signed both.
 
         Args:
-            model: its name.
-            version: the version. None: the one that the settings name, or else the newest.
-            serving: versions to keep in the folder. Others that were copied before are removed.
+            model: the name of the model.
+            version: the version. None stands for the version that the settings name, or else the newest.
+            serving: versions to keep in the folder. Other copied versions are removed.
 
         Raises:
             BundleError: the version is missing, changed, too old, or not signed as that version of that model.
@@ -155,7 +155,7 @@ class PrivateFolder(Strict, frozen=True):
     def _bring_settings(
         self, source: Path, target: Path, manifest: Manifest, settings: ServingSettings, trusted: TrustedKeys
     ) -> None:
-        # No file is written that is as it was: Triton reloads a model if one of its files was.
+        # Unchanged files are not written: Triton reloads a model if one of its files was written.
         make_content(target / CONFIG, model_config(target.name, manifest, settings).encode())
         if not os.path.lexists(source / WARM_UP):
             (target / WARM_UP).unlink(missing_ok=True)

@@ -6,9 +6,9 @@ Only its own user can open the files that the program and its children make. uma
 Boost makes the Python backend's shared memory, and then opens it to all users by fchmod(2). So a seccomp(2) filter
 makes the kernel skip exactly that call.
 
-It skips another one, too: Triton tries the Python backend's program by system(3), which cannot tell how it ended, for
-SIGCHLD is ignored. So Triton makes the program executable, chmod(…, S_IXUSR). That fails where the program belongs to
-another user, as in Triton's own image, where it is executable already.
+The filter also skips chmod(…, S_IXUSR). Triton tries the Python backend's program by system(3), which cannot tell how
+it ended, because SIGCHLD is ignored. Triton then tries to make the program executable, which fails if the program
+belongs to another user, as in Triton's own image, although it is executable already.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _NUMBER, _ARCHITECTURE, _SECOND, _THIRD = 0, 4, 24, 32
 class _Machine(NamedTuple):
     """An architecture, as <linux/audit.h> numbers it, its number of seccomp(2), and the calls that are skipped.
 
-    Of such a call there is its number, where its mode is, and the mode.
+    A skipped call is its number, the offset of its argument with the mode, and that mode.
     """
 
     audit: int
@@ -71,7 +71,7 @@ def make_private_files() -> None:
 
 
 def _filter_of(machine: _Machine) -> _Program:
-    """The filter: skip some calls with some modes, and allow all others."""
+    """A filter that skips the calls of a machine and allows all others."""
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_IF_EQUAL, 1, 0, machine.audit),

@@ -1,4 +1,4 @@
-"""Follow the release files of models: serve the versions that they say, also when they change (`run --follow`)."""
+"""Follow the release files of models: serve the versions that they name, and switch as they change."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ _LOAD_TIMEOUT_S = 600.0
 _LONGEST_PAUSE_S = 60.0
 
 
-# Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.
+# Seconds until a refused release is read again: the file and its signature may just be changing.
 _SETTLED_S = 1.0
 
 
@@ -30,7 +30,7 @@ class ReleaseFile:
 
     Args:
         model: its folder in the repository, not in a private folder.
-        keys: a PEM file of public keys. One of them must have signed the release. None: no signature is needed.
+        keys: a PEM file of public keys, one of which must have signed the release; None if no signature is needed.
 
     Attributes:
         model: the model's name.
@@ -84,17 +84,17 @@ def read_releases(repository: Path, models: Iterable[str], keys: Path | None) ->
 
 
 def released_versions(files: Iterable[ReleaseFile]) -> Pins:
-    """The versions that releases say, by model. A model without a release is left out."""
+    """The versions that releases name, by model. Models without a release are left out."""
     return {file.model: file.newest.versions for file in files if file.newest is not None}
 
 
 class ReleaseFollower:
-    """Reads release files and loads the versions that they say, on a thread of its own.
+    """Reads release files on its own thread, and loads the versions that they name.
 
     Args:
         server: a running server. It serves the versions of the releases that `files` has read.
         files: the release files of its models.
-        unload_after_s: how long older versions serve on beside a new one, for requests that name them, in seconds.
+        unload_after_s: how long older versions continue to serve requests that name them, in seconds.
     """
 
     def __init__(self, server: Server, files: Sequence[ReleaseFile], unload_after_s: float) -> None:
@@ -143,7 +143,7 @@ class _Followed:
 
     @property
     def problem(self) -> str | None:
-        """Why its release is not served. None: it is, or nothing is known of it."""
+        """Why the release is not served, or None if it is served or unknown."""
         return self._say_of_file.said or self._say_of_loading.said
 
     def follow(self, server: Server) -> None:
@@ -170,7 +170,7 @@ class _Followed:
             self._say_of_loading(f"release cannot be served; {_listed(self._present)} continues: {error}")
 
     def _is_due(self, server: Server, release: Release) -> bool:
-        """Whether the model serves other versions than the release says, as after tritonserver was started again."""
+        """Whether the served versions differ from the release, as after a restart of tritonserver."""
         if release != self._present:
             return True
         ready = server.control(_LOAD_TIMEOUT_S).ready(self._file.model)
@@ -179,8 +179,9 @@ class _Followed:
     def _load(self, server: Server, release: Release) -> None:
         """Load the versions of the release.
 
-        A request that names no version is answered by the newest version that is loaded. So versions older than the
-        release may serve on for a while. Newer ones, if the release goes back, are unloaded as soon as it serves.
+        The newest loaded version answers requests that name no version. So versions older than the release may
+        continue to serve for a while, but after a roll-back, newer versions are unloaded as soon as the release
+        serves.
         """
         control = server.control(_LOAD_TIMEOUT_S)
         before = control.ready(self._file.model)
@@ -215,7 +216,7 @@ class _Followed:
 
 
 class _Once:
-    """Says a problem once, as long as it stays the same. After None, it says it again. `said` is the present one."""
+    """Logs a problem once until it changes or is solved (None). `said` is the current problem."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

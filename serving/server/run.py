@@ -66,23 +66,23 @@ def run_server(
     Args:
         repository: a model repository with models made by tbe-export.
         ports: the ports to listen on.
-        models: the models to load. None: all that tbe-export made.
+        models: the models to load. None stands for all models that tbe-export made.
         pins: the versions to serve, by model. Other models are served as their config.pbtxt says.
-        hosts: by router, the addresses of its hosts in place of those in config.pbtxt, by the host's number.
-        access: who may reach it. None: only this machine, without TLS.
-        trust: which signatures are trusted, and how signed bundles are served. None: unsigned bundles are served too.
-        ready_timeout_s: longest time to load the models, in seconds.
-        deltas: the folder of the models' deltas, or its URL in a store. None: REPOSITORY.deltas.
-        log: the server's log (`serving.log`), or its file. None: stderr.
-        shm_bytes: most bytes of shared memory of an instance, for the requests that it answers together. The kernel's
-            limit on the size of files enforces it (RLIMIT_FSIZE).
-        drain_s: how long its supervisor lets clients leave before a stop, in seconds. 0: they get no time.
+        hosts: by router and number of the host, the address of the host, in place of the addresses in config.pbtxt.
+        access: who may reach the server. None stands for this machine only, without TLS.
+        trust: which signatures are trusted, and how signed bundles are served. None: signatures are not checked.
+        ready_timeout_s: maximum time to load the models, in seconds.
+        deltas: the folder of the models' deltas, or its URL in a store. None stands for REPOSITORY.deltas.
+        log: the server's log (`serving.log`), or its file. None stands for stderr.
+        shm_bytes: maximum bytes of shared memory of an instance, for the requests that it answers together. The
+            kernel's limit on the size of files enforces it (RLIMIT_FSIZE).
+        drain_s: how long the supervisor waits for clients to leave before a stop, in seconds; 0 for not at all.
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
-        TritonserverFailed: no tritonserver was found, it ended, or its models were not ready in time.
-        ConfigurationError: an argument cannot be used, a pinned version is not there, a port is taken, or the working
-            directory hides this package.
+        TritonserverFailed: tritonserver was not found, it ended, or its models were not ready in time.
+        ConfigurationError: an argument cannot be used, a pinned version does not exist, a port is taken, or the
+            working directory hides this package.
         BundleError: a bundle is not signed by a trusted key.
     """
     models, pins, hosts = models or find_models(repository), pins or {}, hosts or {}
@@ -171,9 +171,9 @@ def _live_copies(
 
 
 def _certificates(access: Access, repository: Path, models: Sequence[str]) -> Iterator[Path]:
-    """The files of its certificate, and those by which routers and their hosts trust one another.
+    """The files of the server's certificate, and of the certificates that routers and hosts use among themselves.
 
-    None with HTTP: a second process with renewed certificates could not share its port.
+    With HTTP there are none: a second process with renewed certificates could not share its port.
     """
     if access.tls is None or access.http:
         return
@@ -206,10 +206,10 @@ def _started(server: Server, models: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with signals_deferred():
             server.start(model_options(models))
-            # The last process that uses a copy removes it when it ends. Killed by Triton, it cannot.
+            # The last process that uses a copy removes it when it ends, but not if Triton kills it.
             stack.callback(remove_unused_copies)
             stack.callback(server.end)
-        if models:  # loading them shows that it has copied its options. Without one, only its first answer does
+        if models:  # a loaded model shows that it has copied its options; without models, only its first answer does
             erase_from_command_line(server.process, server.key)
         yield
 

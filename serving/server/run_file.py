@@ -27,7 +27,8 @@ from serving.server.access import EVERYWHERE, LOOPBACK, is_loopback
 from serving.server.private_folder import PrivateFolder
 from serving.triton.control import UNIX
 
-# Most bytes of the path of a socket: 108 of unix(7), less the zero byte at its end and what a second process adds.
+# Maximum bytes of the path of a socket: 108 (unix(7)), minus the zero byte at its end and the suffix of a second
+# process.
 _LONGEST = 106
 _END = ".json"
 
@@ -36,9 +37,9 @@ class Recovery(Strict, frozen=True):
     """A model that was loaded again, or tritonserver started again.
 
     Attributes:
-        model: the model's name. None: it was tritonserver.
-        why: what had happened.
-        at: when, in Unix time.
+        model: the model's name, or None for tritonserver.
+        why: the reason.
+        at: the time of it, in Unix time.
     """
 
     model: str | None
@@ -60,15 +61,15 @@ class RunFile(Strict, frozen=True):
         metrics: the address of tritonserver's metrics, "unix:/path".
         key: the key of its restricted protocols.
         repository: the folder that its models are published in.
-        private: the private folder that it serves, if it serves only signed bundles. Otherwise None.
+        private: the private folder that it serves if it serves only signed bundles, or None.
         process: the process id of tritonserver.
         network: the network namespace of its addresses.
-        pinned: the versions that `--serve` says, by model.
-        released: the versions that release files say, by model.
-        hosts: addresses of hosts in place of those in config.pbtxt, by router.
+        pinned: the versions that `--serve` names, by model.
+        released: the versions that release files name, by model.
+        hosts: addresses of hosts, in place of the addresses in config.pbtxt, by router.
         recoveries: how often a model was loaded again or tritonserver started again.
         last_recovery: the last recovery, or None.
-        drains_until: when it stops at the latest, Unix time. None: it does not drain.
+        drains_until: when a draining server stops at the latest, in Unix time; None if it does not drain.
     """
 
     grpc: str
@@ -87,7 +88,7 @@ class RunFile(Strict, frozen=True):
     drains_until: float | None = None
 
     def __repr__(self) -> str:
-        """Without the key: errors and logs show this text."""
+        """All but the key, because errors and logs show this text."""
         return f"RunFile({self.grpc})"
 
 
@@ -135,7 +136,7 @@ class RunFileWriter:
         """Write the file, and remove it when the block ends. Files of servers that were killed are removed, too.
 
         Raises:
-            ConfigurationError: there is no folder where only its user can read it.
+            ConfigurationError: no folder was found that only this user can read.
         """
         content = self.content
         private = content.private
@@ -166,11 +167,11 @@ class RunFileWriter:
 def find_run_file(grpc: str) -> RunFile | None:
     """The run file of the server at this gRPC address, in the network namespace of this process.
 
-    The address must be a loopback address. A server that listens on all addresses is found by any of them. So is one
-    that listens on an address of a network, if it is the only one with that port.
+    The address must be a loopback address. It finds a server that listens on that address or on all addresses, and a
+    server that listens on another address if no other server has that port.
 
     Returns:
-        None if no server is found, or if the address is no loopback address.
+        The run file, or None if no server is found or the address is not a loopback address.
     """
     host = grpc.rpartition(":")[0]
     if not is_loopback(host):
@@ -212,7 +213,7 @@ def unix_socket(name: str) -> Iterator[str]:
     """The address of a Unix socket for a server to listen on. Only the server's user can reach it.
 
     Raises:
-        ConfigurationError: there is no folder for it that only its user can open, or its path is too long.
+        ConfigurationError: no folder was found that only this user can open, or its path is too long.
     """
     folder = _folder()
     with ExitStack() as stack:

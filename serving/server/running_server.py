@@ -22,7 +22,7 @@ from serving.server.tls import expect_usable
 from serving.triton.command_line import http_options, metrics_options, region_options
 from serving.triton.control import UNIX, UNLOADED, Control, VersionState
 
-# What the names of a second process's sockets have at the end; and what the prefixes of two processes' regions have.
+# The suffix of the names of a second process's sockets, and the suffixes of two processes' shared-memory regions.
 _NEXT = "+"
 FIRST_REGIONS, _OTHER = "-x-", str.maketrans("xy", "yx")
 _UNAVAILABLE = "UNAVAILABLE"
@@ -38,10 +38,10 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Served:
-    """The models and versions that a server serves. They outlive the server, so that the next one can serve the same.
+    """The models and versions that a server serves. The object outlives the server: a new process serves the same.
 
     Attributes:
-        since: Unix time. Weights files that have not changed since then are not verified again.
+        since: Unix time. Weights files that were not changed after it are not verified again.
         configs: the ModelConfig of each model, as JSON.
         versions: the ready versions of each model.
     """
@@ -51,11 +51,11 @@ class Served:
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def copy(self) -> "Served":
-        """The same now, apart from what becomes of this one."""
+        """A copy, which does not change with this object."""
         return replace(self, configs={**self.configs}, versions={**self.versions})
 
     def update(self, index: tuple[VersionState, ...], control: Control) -> None:
-        """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
+        """Add models that became ready, and remove models that were unloaded on request."""
         for model in {entry.model for entry in index}:
             states = [entry for entry in index if entry.model == model]
             if any(state.state == "READY" for state in states):
@@ -73,22 +73,22 @@ class Server:
     Attributes:
         grpc: address, "host:port".
         operations: URL of the operations port, "http://host:port".
-        http: address, "host:port". None: clients may not use HTTP.
+        http: address, "host:port", or None if clients may not use HTTP.
         control_address: the address of its control API, see `Control`.
         metrics_address: the Unix socket of Triton's metrics.
-        port_handover: of its gRPC port. None: no second process can share it.
-        health: what the operations port says of it.
+        port_handover: directs connections of its gRPC port, or None if no second process can share the port.
+        health: its health, as the operations port reports it.
         key: the key of its restricted protocols. Each server has a new one.
         launch: how its process is started.
-        certificates: the files of certificates, authorities and keys that its process and its models read as they
-            start, and not again. None if a second process, with renewed ones, could not take over.
+        certificates: the files of certificates, authorities and keys that its process and its models read only when
+            they start. Empty if a second process with renewed certificates could not take over.
         regions: prefix of the names of its processes' shared-memory regions.
-        exit_timeout_s: longest time to stop, in seconds. It is killed then.
-        connection_age_s: longest time for which it keeps a connection, in seconds.
-        drain_s: how long it drains before it stops, in seconds. 0: not at all.
+        exit_timeout_s: the time after which a stopping server is killed, in seconds.
+        connection_age_s: the longest time that it keeps a connection open, in seconds.
+        drain_s: how long it drains before it stops, in seconds; 0 for not at all.
         repository: the model repository that its process serves.
-        private: the private folder with that repository, if it serves only signed bundles. Otherwise None.
-        child: its present process.
+        private: the private folder with that repository if it serves only signed bundles, or None.
+        child: its current process.
         loaded_digest: the digest of `certificates` just before the process started.
         started: when its first process was started, in Unix time.
         run_file_writer: writes its run file, which other commands read.
@@ -128,7 +128,7 @@ class Server:
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """Its present process. `restart` replaces it."""
+        """Its current process, which `restart` replaces."""
         return self.child.process
 
     def control(self, timeout_s: float) -> Control:
@@ -155,7 +155,7 @@ class Server:
         self.child = self.launch.start([*own_options, *options])
 
     def digest(self) -> bytes:
-        """The SHA-256 of `certificates` as they are now. Nothing, if one of them cannot be read."""
+        """The SHA-256 of `certificates` as they are now; empty if one of them cannot be read."""
         try:
             digests = [hashlib.sha256(certificate.read_bytes()).digest() for certificate in self.certificates]
         except OSError:
@@ -174,7 +174,7 @@ class Server:
             expect_usable(certificate)
 
     def restart(self, options: Sequence[str] = ()) -> None:
-        """Replace a process that has ended. The new one has the same addresses and key. Arguments: as `start`."""
+        """Replace a process that has ended, with the same addresses and key. Arguments as for `start`."""
         self.end()
         self.health.restarts += 1
         self.health.reload_certificate()
@@ -184,9 +184,9 @@ class Server:
         self.run_file_writer.update(process=self.process.pid)
 
     def replacement(self) -> "Server":
-        """A second process of this server, which has no model yet. It shares the gRPC port by the `port_handover`.
+        """Start a second process of this server, without models. It shares the gRPC port by the `port_handover`.
 
-        Call this from a thread that outlives the process, as `start`.
+        Call this from a thread that outlives the process, as for `start`.
         """
         second = replace(
             self,
@@ -199,10 +199,10 @@ class Server:
         return second
 
     def adopt(self, second: "Server") -> "Server":
-        """Make the process of `second`, a `replacement` of this server, its own. New connections go to that process.
+        """Take over the process of `second`, a `replacement` of this server. New connections go to that process.
 
         Returns:
-            The process before, which still answers on the connections that it has. `end` it.
+            A server with the previous process, which still answers on its connections. `end` it.
 
         Raises:
             OSError: one of the two processes has just ended. Nothing has changed.
@@ -233,7 +233,7 @@ class Server:
         )
 
     def end(self) -> None:
-        """Let it answer the requests that it accepted, and end. Returns when it has ended."""
+        """Let the server answer accepted requests, and end it. Returns when it has ended."""
         self.child.end(self.exit_timeout_s)
         remove_regions(self.regions)
 
@@ -242,12 +242,12 @@ class Server:
         return self.process.wait()
 
     def signal(self, number: int) -> None:
-        """Send it a signal. Nothing happens if it has ended."""
+        """Send a signal to its process, if it still runs."""
         self.process.send_signal(number)
 
 
 def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
-    """The versions that serve, and of `before` the ones whose process died: newer Triton releases report these."""
+    """The versions that serve, and those of `before` whose process died, which newer Triton releases report."""
     return tuple(
         state.version
         for state in states

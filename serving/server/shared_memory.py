@@ -1,7 +1,7 @@
 """The memory that a server shares with its Python models: files in /dev/shm, removed when the server has ended.
 
-A server that is killed leaves its files there, up to a gigabyte for each instance. /dev/shm may outlive a container.
-So each server names its files by a prefix of its own, and the next server removes the files that are left.
+A killed server leaves its files there, up to a gigabyte for each instance, and /dev/shm may outlive a container. So
+the files of each server have their own prefix, and the next server removes the files that earlier ones left.
 """
 
 import fcntl
@@ -23,8 +23,8 @@ def region_prefix() -> Iterator[str]:
     """A new prefix for the names of a server's regions.
 
     Regions with that prefix are removed when the block ends. Regions of servers that have ended are removed when it
-    begins. A running server holds a lock on a file beside its regions. Its process would not tell that it runs:
-    servers that share a /dev/shm, such as the containers of a pod, may not see each other's processes.
+    begins. A running server holds a lock on a file beside its regions, because servers that share /dev/shm, such as
+    the containers of a pod, may not see each other's processes.
 
     Raises:
         TritonserverFailed: /dev/shm cannot be written to.
@@ -48,7 +48,7 @@ def region_prefix() -> Iterator[str]:
 
 @contextmanager
 def _locked(path: Path, flags: int = 0) -> Iterator[None]:
-    """Hold the lock of a file in the block. OSError: another process holds it."""
+    """Hold the lock of a file during the block. Raises OSError if another process holds it."""
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,7 +58,7 @@ def _locked(path: Path, flags: int = 0) -> Iterator[None]:
 
 
 def remove_regions(prefix: str) -> None:
-    """Remove the regions of a server that has ended. The lock file stays: the next process has the same prefix."""
+    """Remove the regions of a server that has ended, but not the lock file: the next process has the same prefix."""
     for region in set(_FOLDER.glob(f"{glob.escape(prefix)}*")) - {_FOLDER / f"{prefix}{_LOCK}"}:
         region.unlink(missing_ok=True)
 

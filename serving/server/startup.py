@@ -1,4 +1,4 @@
-"""Wait until a tritonserver that was started is ready, and tell it what else to load."""
+"""Wait until a started tritonserver is ready, and load the versions that are pinned."""
 
 import shlex
 import time
@@ -22,17 +22,17 @@ CONTROL_TIMEOUT_S = 5.0
 
 
 class _Killed(TritonserverFailed):
-    """A signal ended it."""
+    """A signal ended the tritonserver."""
 
 
 def make_ready(server: Server, models: Sequence[str], pins: Pins, timeout_s: float) -> None:
     """Wait until `models`, which tritonserver loads at its start, are ready. Then load `pins`.
 
-    Triton 2.51 sometimes aborts while it loads models on a busy machine: its locks have a deadline of a second. Then
-    it is started once more.
+    Triton 2.51 sometimes aborts while it loads models on a busy machine, because its locks have a deadline of one
+    second. It is started once more then.
 
     Raises:
-        TritonserverFailed: it ended, or its models were not ready in time.
+        TritonserverFailed: tritonserver ended, or its models were not ready in time.
     """
     again = []
     try:
@@ -82,7 +82,7 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
     Args:
         repository: the model repository.
         is_signed: only signed bundles are served.
-        options: of tritonserver. They may load such models.
+        options: the options of tritonserver, which may load such models.
     """
     loaded = loaded_by(options)
     unserved = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
@@ -110,7 +110,7 @@ def misread_numpy_2(repository: Path, options: Sequence[str]) -> Iterator[str]:
 
     Args:
         repository: the model repository.
-        options: of tritonserver, which load such models.
+        options: the options of tritonserver, which load such models.
     """
     loaded = loaded_by(options)
     others = [name for name in other_models(repository) if loaded & {name, "*"} and has_python(repository / name)]
@@ -124,7 +124,7 @@ def misread_numpy_2(repository: Path, options: Sequence[str]) -> Iterator[str]:
 
 
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
-    """Wait until the server listens wherever it says, and `models` are ready."""
+    """Wait until the server listens on all its ports, and `models` are ready."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
@@ -140,12 +140,12 @@ def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -
 
 
 def _has_metrics(server: Server) -> bool:
-    """Whether there are metrics. Triton opens them last: models can be ready before."""
+    """Whether the metrics can be read. Triton opens their port last, when models may already be ready."""
     return Path(server.metrics_address.removeprefix(UNIX)).exists()
 
 
 def _load_pinned(server: Server, pins: Pins, timeout_s: float) -> None:
-    """Load these versions. A model with an empty list gets the versions that config.pbtxt says."""
+    """Load these versions. A model with an empty list gets the versions that config.pbtxt names."""
     for model, versions in pins.items():
         try:
             switch(
@@ -162,7 +162,7 @@ def _load_pinned(server: Server, pins: Pins, timeout_s: float) -> None:
 
 
 def _ready_models(server: Server) -> tuple[ServedModel, ...] | None:
-    """The models with a ready version. None while the server is still starting."""
+    """The models with a ready version, or None while the server starts."""
     try:
         index = server.control(CONTROL_TIMEOUT_S).index()
     except ServingError:

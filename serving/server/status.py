@@ -37,11 +37,11 @@ class ProcessMemory(Strict, frozen=True):
     """The memory of a process, in bytes.
 
     Attributes:
-        resident: all pages in memory that it uses, shared ones included (RSS).
-        share: the same, but a page that N processes use counts 1/N (PSS). The shares of all processes add up to what
-            they use together.
-        mapped: the weights files that it has mapped, whether they are in memory or not.
-        huge: what it has mapped in huge pages, of files or of shared copies.
+        resident: pages of the process in memory, including shared pages (RSS).
+        share: the same, but a page that N processes use counts 1/N (PSS). The shares of all processes add up to the
+            memory that they use together.
+        mapped: the weights files that the process has mapped, whether they are in memory or not.
+        huge: the part of files and shared copies that is mapped in huge pages.
     """
 
     resident: int
@@ -51,7 +51,7 @@ class ProcessMemory(Strict, frozen=True):
 
 
 def process_memory(pid: int) -> ProcessMemory | None:
-    """The memory of a process. None if it has ended, or belongs to another user."""
+    """The memory of a process, or None if it has ended or belongs to another user."""
     process = Path("/proc") / str(pid)
     try:
         rollup = (process / "smaps_rollup").read_text(errors="surrogateescape")
@@ -79,9 +79,9 @@ class DeltasStatus(Strict, frozen=True):
     """The deltas in the live copy of a version.
 
     Attributes:
-        sequence: the number of the newest that is applied.
-        rows: that were written, in all.
-        stopped: why no further one is applied. Empty: they are.
+        sequence: the number of the newest applied delta.
+        rows: the number of rows written so far.
+        stopped: why no further delta is applied; empty if deltas are applied.
     """
 
     sequence: int
@@ -90,11 +90,11 @@ class DeltasStatus(Strict, frozen=True):
 
 
 class Kernels(Strict, frozen=True):
-    """The kernels by which FBGEMM looks rows up.
+    """The kernels that FBGEMM looks rows up with.
 
     Attributes:
-        instruction_set: of the processor, that they use, such as "avx2".
-        are_slow: whether the processor has vector instructions that they do not use.
+        instruction_set: the instruction set that the kernels use, such as "avx2".
+        are_slow: whether the processor has vector instructions that the kernels do not use.
     """
 
     instruction_set: str
@@ -106,7 +106,8 @@ class Programs(Strict, frozen=True):
 
     Attributes:
         lookup: "torchscript", or "plain" for a module built from the manifest.
-        scores: the format of the dense part: "torchscript", "exported_program" or "aotinductor". Empty: it has none.
+        scores: the format of the dense part: "torchscript", "exported_program" or "aotinductor"; empty without
+            scores.
     """
 
     lookup: str
@@ -117,17 +118,17 @@ class VersionStatus(Strict, frozen=True):
     """A version that a server has loaded, or tried to load.
 
     Attributes:
-        version: its number.
+        version: the number of the version.
         state: "READY", "LOADING", "UNLOADING" or "UNAVAILABLE".
-        reason: why it does not serve. Empty if it does, or if Triton gives no reason.
+        reason: why it does not serve; empty if it serves, or if Triton gives no reason.
         instances: its running processes.
-        weights_bytes: size of its weights files. None: no process has mapped them.
-        cached_bytes: how much of them is in the page cache, which all processes share. None: it is not known.
-        kernels: of FBGEMM. None: no process serves the version, or tritonserver has no metrics yet.
-        programs: of its processes since tritonserver was started. Several: they differ, or differed. Empty as
+        weights_bytes: the size of its weights files, or None if no process has mapped them.
+        cached_bytes: the part of them in the page cache, which all processes share, or None if unknown.
+        kernels: the kernels of FBGEMM, or None if no process serves the version or tritonserver has no metrics yet.
+        programs: the different programs that its processes have used since tritonserver was started; empty if
             `kernels` is None.
         hosts: for a router, the hosts of its plan and their replicas.
-        deltas: None: it has no live copy.
+        deltas: the deltas in its live copy, or None without a live copy.
     """
 
     version: int
@@ -146,11 +147,11 @@ class ModelStatus(Strict, frozen=True):
     """A model of a server.
 
     Attributes:
-        name: its name.
+        name: the name of the model.
         chosen_by: how its versions were chosen: by "pin" (`--serve`), "release" (`--follow`), "load" (`tbe-serve load
             --version`) or "config".
-        versions: those that were not unloaded, oldest first.
-        settings: its settings, as `tbe-serve configure` explains them. Empty: no version serves.
+        versions: the versions that were not unloaded, oldest first.
+        settings: its settings, as `tbe-serve configure` explains them; empty if no version serves.
     """
 
     name: str
@@ -163,14 +164,14 @@ class Status(Strict, frozen=True):
     """The status of a server: what it serves, its memory, and what happened since it was started.
 
     Attributes:
-        address: its gRPC address.
+        address: the gRPC address of the server.
         triton: the version of tritonserver.
-        process: tritonserver's process id.
-        memory: of tritonserver itself.
-        models: its models, by name.
+        process: the process id of tritonserver.
+        memory: the memory of tritonserver itself.
+        models: the models, by name.
         recoveries: how often a model was loaded again or tritonserver started again.
         last_recovery: the last recovery, or None.
-        drains_until: when it stops at the latest, Unix time. None: it does not drain.
+        drains_until: when a draining server stops at the latest, in Unix time; None if it does not drain.
     """
 
     address: str
@@ -187,11 +188,11 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
     """The status of a server on this machine.
 
     Args:
-        run: the content of its run file.
-        timeout_s: deadline of each call to it, in seconds.
+        run: the content of the server's run file.
+        timeout_s: the deadline of each call to the server, in seconds.
 
     Raises:
-        ServingError: it does not answer.
+        ServingError: the server does not answer.
     """
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     index = [entry for entry in control.index() if entry.reason != UNLOADED]
@@ -211,7 +212,7 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
 
 
 class _Gauges(NamedTuple):
-    """What the processes of a version export as labels of metrics."""
+    """What the labels of a version's metrics say."""
 
     kernels: Kernels | None = None
     programs: tuple[Programs, ...] = ()
@@ -261,7 +262,7 @@ def _model(
 
 
 def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
-    """How the versions of a model that are `ready` were chosen. `config` is what it is served with, if any is."""
+    """How the `ready` versions of a model were chosen. `config`: its ModelConfig, or None if no version is ready."""
     if name in run.released:
         return "release"
     if name in run.pinned:
@@ -299,7 +300,7 @@ def _version(
 
 
 def _deltas(process: int) -> DeltasStatus | None:
-    """What the live copy is at that a model's process has mapped. None: it has none, or has just ended."""
+    """The deltas in the live copy that a model's process has mapped, or None without one."""
     with suppress(OSError):
         for path in _LIVE.findall((Path("/proc") / str(process) / "maps").read_text(errors="surrogateescape")):
             with state_of(Path(path)) as state:
@@ -308,7 +309,7 @@ def _deltas(process: int) -> DeltasStatus | None:
 
 
 def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:
-    """The hosts of a router's bundle. None are returned if it cannot be read, or the settings do not fit it."""
+    """The hosts of a router's bundle; empty if the bundle cannot be read, or the settings do not fit it."""
     try:
         return asyncio.run(replicas_of(open_bundle(bundle).manifest, hosts_of(settings)))
     except (ServingError, KeyError):
@@ -316,7 +317,7 @@ def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:
 
 
 def _shown(settings: ServingSettings) -> dict[str, Any]:
-    """The settings without the version: in a running server, that one only says how the model was loaded."""
+    """The settings without `version`, which only says how a running server loaded the model."""
     shown = asdict(settings)
     del shown["version"]
     return shown

@@ -31,7 +31,7 @@ class Restarts:
         return len(self._times)
 
     def next_pause_s(self, *, has_served: bool) -> float | None:
-        """Count a restart. Returns the seconds to wait before it. None: there were MOST already, so do not restart.
+        """Count a restart. Returns the seconds to wait before it, or None if there were MOST already.
 
         Args:
             has_served: whether the server that died had loaded its models.
@@ -49,15 +49,15 @@ _PERIOD_S, _ASK_TIMEOUT_S = 0.25, 10.0
 
 
 class Supervisor:
-    """Watches a server from one thread, and never blocks it for long: on the main one, signals are handled at once.
+    """Watches a server from one thread without long waits, so that the main thread handles signals at once.
 
     Args:
         server: a running server.
         recover: whether to load models again that die or hang, and to start the server again if it dies.
-        follower: follows the models' release files while the server runs. None: do not follow them.
+        follower: follows the models' release files while the server runs, or None.
 
     Raises:
-        ServingError: the server does not say which models it serves.
+        ServingError: the server cannot be asked which models it serves.
     """
 
     def __init__(self, server: Server, recover: bool, follower: ReleaseFollower | None = None) -> None:
@@ -81,9 +81,9 @@ class Supervisor:
         self._is_idle = False
 
     def stop(self, number: int) -> None:
-        """Stop by signal `number`: drain if configured, then answer the accepted requests. A second call ends it.
+        """Stop by signal `number`: drain if configured, then answer accepted requests. A second call ends the server.
 
-        A signal handler may call it, so it does not wait.
+        Signal handlers may call this: it does not wait.
         """
         if self._stopping or self._drain is not None:
             self._kill(number)
@@ -99,14 +99,14 @@ class Supervisor:
             self._stop(number)
 
     def _kill(self, number: int) -> None:
-        """End it at once. Requests that it accepted are lost."""
+        """End the server at once. Accepted requests are lost."""
         self._stopping = self._server.health.is_stopping = True
         self._killed_by = number
         self._server.signal(signal.SIGKILL)
         self._renewal.signal(signal.SIGKILL)
 
     def _stop(self, number: int) -> None:
-        """Send a signal to the server. It answers the requests that it accepted, and ends."""
+        """Send a signal to the server, which answers accepted requests and ends."""
         self._stopping = self._server.health.is_stopping = True
         self._is_idle = not self._is_answering()
         if self._follower is not None:
@@ -117,19 +117,19 @@ class Supervisor:
         self._log.info("stopping: accepted requests are answered", extra={"event": "stopping"})
 
     def wait(self) -> int:
-        """Watch until the server has ended and is not started again. Returns its exit code; negative: a signal.
+        """Watch until the server has ended for good. Returns its exit code, or minus the signal that ended it.
 
-        If a server crashes while it stops, and no request was left, the exit code is 0. Triton 2.51 sometimes does so
-        after many clients gave up.
+        If a server crashes while it stops and no request was left, the exit code is 0. Triton 2.51 sometimes crashes
+        then after many clients gave up.
 
         Raises:
             ServingError: a model's process died or hangs, and was not replaced.
         """
         if self._follower is not None:
             self._follower.start()
-        code = self._watch(is_anew=False)
+        code = self._watch(is_empty=False)
         while code and self._recover and not self._is_told_to_stop and self._restart(code):
-            code = self._watch(is_anew=True)
+            code = self._watch(is_empty=True)
         if self._failure is not None:
             raise self._failure
         if self._killed_by is not None:
@@ -160,10 +160,10 @@ class Supervisor:
     def _is_answering(self) -> bool:
         return any(stub.is_busy() for stub in living_stubs(self._server.process.pid))
 
-    def _watch(self, *, is_anew: bool) -> int:
+    def _watch(self, *, is_empty: bool) -> int:
         """Watch until this tritonserver has ended. Returns its exit code."""
         watcher = ModelWatcher(self._server, self._served, self._recover)
-        watcher.start(is_anew=is_anew)
+        watcher.start(is_empty=is_empty)
         while (code := self._server.process.poll()) is None and not self._stopping:
             self._server.health.last_supervised = time.monotonic()
             self._server.run_file_writer.restore()
@@ -191,17 +191,17 @@ class Supervisor:
         return code
 
     def _has_drained(self, drain: Drain) -> bool:
-        """Whether the server has no connection any more, or has drained for long enough."""
+        """Whether the server has no connections left, or its drain time is up."""
         if self._server.run_file.drains_until is None:
             self._server.run_file_writer.update(drains_until=time.time() + drain.drain_s)
             self._renewal.stop_looking()
         return drain.is_over(self._renewal.processes)
 
     def _await_end(self) -> int:
-        """Wait until a server that was told to stop has ended. Returns its exit code.
+        """Wait until a stopping server has ended. Returns its exit code.
 
-        Triton waits until its exit timeout for requests that it has lost, and for models whose process died. But if
-        no model is busy, no request is left: Triton hands a queued request to an idle model at once. So the server is
+        Triton waits for lost requests, and for models whose process died, until its exit timeout. If no model is
+        busy, no request is left, because Triton hands a queued request to an idle model at once. So the server is
         killed when its models have been idle for LAST_ANSWERS_S.
         """
         idle_since = time.monotonic()
@@ -220,7 +220,7 @@ class Supervisor:
         return code
 
     def _restart(self, code: int) -> bool:
-        """Replace a server that died. False if too many died recently, or if a stop came before the new one."""
+        """Replace a server that died. Returns False if too many died recently, or if it is to stop."""
         reason = self._server.child.why(code)
         pause_s = self._restarts.next_pause_s(has_served=self._has_served)
         if pause_s is None:

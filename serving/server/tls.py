@@ -21,10 +21,10 @@ class ServerTls:
     Attributes:
         certificate: the server's certificate, with its chain.
         private_key: its private key, without a password.
-        client_root: root certificates for the certificates of clients. None: clients need no certificate.
+        client_root: root certificates for the certificates of clients, or None if clients need no certificate.
 
     Raises:
-        ConfigurationError: a file cannot be read, or holds no such certificate or key.
+        ConfigurationError: a file cannot be read, or is not such a certificate or key.
     """
 
     certificate: Path
@@ -44,10 +44,10 @@ class ServerTls:
             raise ConfigurationError(f"--tls-client-ca: {error}") from error
 
     def expires(self) -> float:
-        """When the first certificate of the file expires, the server's or one of its chain, Unix time.
+        """When the first certificate of the chain expires, in Unix time.
 
         Raises:
-            OSError, ValueError: the file cannot be read any more.
+            OSError, ValueError: the file can no longer be read.
         """
         from cryptography import x509  # clients have none
 
@@ -56,7 +56,7 @@ class ServerTls:
 
     @property
     def files(self) -> list[Path]:
-        """All of them."""
+        """All files."""
         return [path for path in (self.certificate, self.private_key, self.client_root) if path is not None]
 
     @property
@@ -69,11 +69,11 @@ def expect_usable(path: Path) -> None:
     """Refuse certificates that clients would reject now.
 
     Args:
-        path: a PEM file with a chain, of which all have to be valid now; with authorities, of which one has to be; or
-            with a private key.
+        path: a PEM file. Of a chain, all certificates must be valid now; of authorities, at least one. It may also be
+            a private key.
 
     Raises:
-        ConfigurationError: naming it: it cannot be read, or its certificates are not valid now.
+        ConfigurationError: the file cannot be read, or its certificates are not valid now.
     """
     from cryptography import x509  # clients have none
 

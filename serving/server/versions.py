@@ -42,15 +42,15 @@ def switch(
     Args:
         control: the server's control API.
         model: the model's name.
-        requested: the versions to serve. Empty: the versions that config.pbtxt names.
-        repository: the repository that Triton serves. Versions are loaded with its config.pbtxt, even if Triton has
-            read that already and was given another config since.
+        requested: the versions to serve. An empty list stands for the versions that config.pbtxt names.
+        repository: the repository that Triton serves. Versions are loaded with the current config.pbtxt, even if
+            Triton read it earlier and got another config since.
         serving_on: versions that already serve and continue to serve.
         private: the private folder that the server serves. Signed versions are copied into it first.
-        hosts: of a router, the addresses of its hosts in place of those in config.pbtxt: see `point_at`.
+        hosts: of a router, the addresses of its hosts in place of the addresses in config.pbtxt; see `point_at`.
 
     Raises:
-        ServingError: a version is missing, not signed, or cannot be loaded. The old versions serve on.
+        ServingError: a version is missing, not signed, or cannot be loaded. The old versions continue to serve.
     """
     with nullcontext() if private is None else private.locked(), loading(control):
         before = control.ready(model)
@@ -66,11 +66,11 @@ def switch(
 
 @contextmanager
 def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
-    """In the block, no other process takes the place of the one that `control` reaches (`Server.adopt`).
+    """During the block, the process that `control` reaches is not replaced (`Server.adopt`).
 
     Args:
-        control: a server's control API. Where it is no Unix socket, no process takes the place of another.
-        alone: no other process is in such a block. This waits until they have left theirs.
+        control: a server's control API. If it is not a Unix socket, processes are never replaced.
+        alone: wait until no other process is in such a block, and keep others from entering one.
     """
     with ExitStack() as stack:
         if control.address.startswith(UNIX):
@@ -83,16 +83,17 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
 def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> None:
     """Refuse settings and bundles that the backend would refuse.
 
-    Triton 2.51 may crash (`malloc_consolidate`) a few requests after it was asked for a version that cannot be loaded
-    again. So it is not asked.
+    Triton 2.51 may crash (`malloc_consolidate`) a few requests after it was asked repeatedly for a version that
+    cannot be loaded.
 
     Args:
-        model: its folder, <repository>/<name>.
-        config: its ModelConfig.
-        requested: the versions to load. Empty: the versions that `config` names. Triton refuses missing versions.
+        model: the model's folder, <repository>/<name>.
+        config: the ModelConfig.
+        requested: the versions to load. An empty list stands for the versions that `config` names. Triton refuses
+            missing versions.
 
     Raises:
-        ConfigurationError: a setting cannot be used, or a file that it names.
+        ConfigurationError: a setting, or a file that it names, cannot be used.
         BundleError: a bundle is damaged, or too new.
     """
     if OURS not in config.parameters:
@@ -110,7 +111,7 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> N
 
 
 def said_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
-    """The versions that config.pbtxt says, of the existing ones, oldest first."""
+    """The existing versions that config.pbtxt names, oldest first."""
     policy = config.version_policy
     if policy.WhichOneof("policy_choice") == "specific":
         return tuple(policy.specific.versions)

@@ -1,13 +1,13 @@
-"""The delta writer: the one process of a server that writes deltas to its live copies. `tbe-serve run` starts it.
+"""The delta writer: the process that writes deltas to the live copies of a server. `tbe-serve run` starts it.
 
-Lookups wait while a row is half written. So the writer is a process of its own, in which nothing waits for Python's
+Lookups wait while a row is half written, so the writer is a separate process, in which nothing waits for Python's
 lock or for another thread. It reads the folders of deltas every `_LOOKS_S`, checks a whole delta, and writes its rows
 in slices of at most `_SLICE_S`. It sleeps between slices, so that lookups wait for about 1 % of the time; longer if a
-delta is large or a copy lacks many.
+delta is large or a copy lacks many deltas.
 
-The writer waits for a number that is missing. It stops at a delta that cannot be read, that no trusted key signed, or
-that does not fit, until another delta has that number. The model keeps serving. Where several deltas are squashed
-into one file, the writer applies that file.
+The writer waits for a missing number. It stops at a delta that cannot be read, has no signature by a trusted key, or
+does not fit, until the delta is replaced. The model keeps serving. If several deltas are squashed into one file, the
+writer applies that file.
 """
 
 import gc
@@ -28,16 +28,16 @@ from serving.errors import BundleError, ServingError
 from serving.files import read_file
 from serving.tables.mutable_tables import LiveCopy, live_copies, shard_rows
 
-# Seconds between looks at the folders.
+# Seconds between checks of the folders.
 _LOOKS_S = 0.2
-# Seconds between lists of a folder, which may have thousands of deltas, for squashed ones. The next delta is looked
-# for by its name.
+# Seconds between lists of a folder, which may have thousands of deltas. Only squashed deltas need a list: the next
+# delta is found by its name.
 _LISTS_S = 1.0
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
-# The share of the time in which rows are written: what writes a delta within _WITHIN_S, but from least to most.
+# The share of the time in which rows are written, within these bounds: as much as writes a delta within _WITHIN_S.
 _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.25
-# A delta that is older than this, in seconds, is late: it is written as fast as lookups can bear.
+# A delta that is older than this, in seconds, is late: it is written with the largest share.
 _BEHIND_S = 2.0
 # Seconds until a delta that was refused is tried again.
 _RETRY_S = 2.0
@@ -56,7 +56,7 @@ def main(server: str) -> None:
     """
     parent = os.getppid()
     copies: dict[Path, AppliedCopy] = {}
-    gc.disable()  # a collection would hold up lookups; nothing here makes cycles
+    gc.disable()  # a garbage collection would delay lookups, and nothing here makes cycles
     next_look = 0.0
     while os.getppid() == parent:
         now = time.monotonic()
@@ -73,7 +73,7 @@ def main(server: str) -> None:
 def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
     """Take new copies, and close the copies that no model uses."""
     for path in {*live_copies(server)} - copies.keys():
-        with suppress(OSError, ServingError):  # it was just removed; a model that waits for it raises its own error
+        with suppress(OSError, ServingError):  # it was just removed; a model that waits for it raises an error
             copies[path] = AppliedCopy(LiveCopy.attach(path))
     for path, copy in [*copies.items()]:
         if copy.is_unused():
@@ -82,10 +82,10 @@ def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
 
 
 class AppliedCopy:
-    """A live copy, and which deltas of its lineage it has.
+    """A live copy, and the deltas of its lineage that are applied to it.
 
     Args:
-        copy: what is written to.
+        copy: the live copy.
 
     Attributes:
         next_at: when the next `step` is due, by `time.monotonic`.
@@ -106,10 +106,10 @@ class AppliedCopy:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
         self._shards = shard_rows(copy, self._manifest)
         self._slices: Iterator[float] | None = None
-        self._mapped_bytes = 0  # writing these needs no page fault any more
+        self._mapped_bytes = 0  # these pages can be written without page faults
         self._rows = _FIRST_ROWS  # of a slice
-        self._rows_left = 0  # rows of the present delta that are not written
-        self._due_at = 0.0  # when the present delta should be written, by time.monotonic
+        self._rows_left = 0  # rows of the current delta that are not written yet
+        self._due_at = 0.0  # when the current delta should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
         self._retry_at = 0.0  # when the refused delta is tried again, by time.monotonic
@@ -120,18 +120,18 @@ class AppliedCopy:
         self._used_at = time.monotonic()
         self._squashed: list[Step] = []
         self._lists_at = 0.0  # by time.monotonic
-        # The newest delta that was there when the copy was taken: a model that is loaded waits for it.
+        # The newest delta when the copy was taken: a model that is being loaded waits for it.
         self._awaited = 0
-        with suppress(OSError):  # the folder cannot be read: the first step says so
+        with suppress(OSError):  # the folder cannot be read; the first step reports it
             self._awaited = max((step.sequence for step in steps_in(self._folder)), default=0)
         self.next_at = 0.0
 
     def close(self) -> None:
-        """Let the copy go."""
+        """Release the copy."""
         self._copy.close()
 
     def is_unused(self) -> bool:
-        """Whether no model has used the copy for `_UNUSED_S`. It is removed then."""
+        """Whether no model has used the copy for `_UNUSED_S`, so that it can be removed."""
         now = time.monotonic()
         if self._copy.is_used():
             self._used_at = now
@@ -159,7 +159,7 @@ class AppliedCopy:
         return min(max(left_s / until_s, _LEAST_SHARE), _MOST_SHARE)
 
     def _begin(self) -> Iterator[float] | None:
-        """The slices of the next delta. None: it does not exist, or cannot be applied."""
+        """The slices of the next delta, or None if it does not exist or cannot be applied."""
         delta = self._next()
         if delta is None or self._state.sequence >= self._awaited:
             self._state.note_caught_up()
@@ -170,7 +170,7 @@ class AppliedCopy:
         return self._apply(delta)
 
     def _map_more(self) -> None:
-        """Map pages while there is nothing to write: a page fault takes longer than to write the rows of the page."""
+        """Map pages while there is nothing to write: a page fault takes longer than writing the rows of the page."""
         pages = self._copy.pages
         size = min(_MAPPED_AT_ONCE, len(pages) - self._mapped_bytes)
         if size:
@@ -179,7 +179,7 @@ class AppliedCopy:
             self._mapped_bytes += size
 
     def _next(self) -> Delta | None:
-        """The next delta. None: it does not exist, or cannot be applied; then the state has the reason."""
+        """The next delta, or None if it does not exist or cannot be applied. The state has the reason then."""
         path, identity = self._folder, None
         try:
             self._check_applied()
@@ -198,14 +198,14 @@ class AppliedCopy:
         return delta
 
     def _refuse(self, identity: object, why: str) -> None:
-        """Write into the state why the next delta is not applied. It is tried again: a key may be added."""
+        """Write into the state why the next delta is not applied. It is tried again, because a key may be added."""
         self._refused, self._retry_at = identity, time.monotonic() + _RETRY_S
         self._state.note_stopped(why)
 
     def _next_step(self) -> Step:
         """The next step: squashed deltas if they can be applied, else the next delta, which may not exist yet.
 
-        A delta of which a killed delta writer wrote some rows comes first.
+        A delta that a killed delta writer has written in part comes first.
 
         Raises:
             BundleError: that delta was removed or replaced.
@@ -223,14 +223,14 @@ class AppliedCopy:
         return next_step(self._squashed, applied)
 
     def _check_applied(self) -> None:
-        """Refuse to continue if the newest delta that was applied is gone, or another delta has its number now.
+        """Refuse to continue if the newest applied delta was removed or replaced by another one.
 
-        If another delta has the number, the rows of this copy have another history, and the refusal is final. A file
-        of the same bytes is the same delta: an object store's mirror may fetch it again. So is a squashed delta that
-        ends with it. A delta that is gone may come back.
+        If it was replaced, the rows of this copy have another history, and the refusal is final. A removed delta may
+        be restored. A new file with the same bytes is the same delta, because a mirror of an object store may fetch
+        it again; so is a squashed delta that ends with it.
 
         Raises:
-            BundleError: naming the delta.
+            BundleError: the delta was removed or replaced.
         """
         sequence = self._state.sequence
         digest = self._state.written.get(sequence)
@@ -251,10 +251,10 @@ class AppliedCopy:
         """A delta whose bytes were checked.
 
         Raises:
-            BundleError: it cannot be applied.
+            BundleError: the delta cannot be applied.
             ConfigurationError: the trusted keys cannot be read.
         """
-        keys = TrustedKeys.of_environment()  # read again each time: they change while servers run
+        keys = TrustedKeys.of_environment()  # read each time, because keys change while servers run
         delta = open_delta(self._folder, step, self._manifest, keys)
         if self._state.written.get(step.sequence, delta.digest) != delta.digest:
             path = delta_path(self._folder, *step)
@@ -262,8 +262,8 @@ class AppliedCopy:
         return delta
 
     def _apply(self, delta: Delta) -> Iterator[float]:
-        """Write the rows of a delta, one slice a step. Yields the processor time of the slice, in seconds."""
-        begun = self._state.half_written  # by a delta writer that was killed: the rows before it are written
+        """Write the rows of a delta slice by slice. Yields the processor time of each slice, in seconds."""
+        begun = self._state.half_written  # a killed delta writer wrote the rows before it
         self._rows_left = sum(len(changed.ids) for changed in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
         rows_written = 0
@@ -289,15 +289,15 @@ class AppliedCopy:
 
     def _adapt(self, took_s: float, rows: int) -> None:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
-        if rows >= self._rows:  # else it was the rest of a table
+        if rows >= self._rows:  # otherwise the slice was the rest of a table
             self._rows = max(1, int(rows * min(2.0, _SLICE_S / max(took_s, 1e-9))))
 
 
 def _identity(path: Path) -> object:
-    """What differs between a file and another that replaced it at the same path. None: there is no file.
+    """A value that changes when the file at a path is replaced, or None if there is no file.
 
     Raises:
-        BundleError: it cannot be read.
+        BundleError: the file cannot be read.
     """
     try:
         status = path.lstat()

@@ -1,10 +1,10 @@
 """One copy of a weights file for all processes of a machine, on a file system of huge pages.
 
-It is for machines whose own file systems give no huge pages. A copy is named by the digest of its file. Every process
-that uses a copy holds a lock on it. The last process to release it removes it.
+It serves machines whose other file systems have no huge pages. The name of a copy is the digest of its file. Every
+process that uses a copy holds a lock on it. The last process to release the copy removes it.
 
-If its users were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run` ends. It
-is not used again, because it may have changed since it was compared with its digest.
+If all users of a copy were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run`
+ends. It is not used again, because it may have changed since it was compared with its digest.
 """
 
 import errno
@@ -52,7 +52,7 @@ class SharedCopies:
     """The copies that this process uses.
 
     Args:
-        lacks: why further copies on a tmpfs do not fit into memory. Empty: they fit.
+        lacks: why more copies on a tmpfs do not fit into memory; empty if they fit.
 
     Raises:
         ConfigurationError: no file system of huge pages is mounted where this process may write.
@@ -71,11 +71,11 @@ class SharedCopies:
         weakref.finalize(self, release_copies, self._locks)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
-        """The copy of a file. It is made if necessary. If another process makes it, this one waits.
+        """The copy of a file, which is made if necessary. If another process is making it, this one waits.
 
         Args:
             path: the file.
-            digest: its size and SHA-256, which are compared as the copy is made.
+            digest: its size and SHA-256, which are checked while the copy is made.
 
         Returns:
             The path of the copy. It exists until `close`, or the end of the process.
@@ -111,7 +111,7 @@ class SharedCopies:
 def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
     """The mount points of file systems of huge pages that this process may write to; hugetlbfs first.
 
-    One that another file system covers is left out.
+    A mount point that another file system covers is left out.
 
     Args:
         mounts: /proc/self/mountinfo, in the format of proc(5).
@@ -142,18 +142,18 @@ def acquire_copy(
     lacks: str,
     find: Callable[[], bool] = lambda: False,
 ) -> int:
-    """A descriptor of a copy, which is made if necessary. It holds the lock on the copy.
+    """A descriptor of a copy, which is made if necessary. The descriptor holds the lock on the copy.
 
     Args:
-        copy: its path.
+        copy: the path of the copy.
         size_bytes: its size: whole huge pages.
-        fill: writes a new copy, whose bytes are zeros.
-        lacks: why a new copy does not fit into memory. Empty: it fits.
+        fill: fills a new copy, whose bytes are zeros.
+        lacks: why a new copy does not fit into memory; empty if it fits.
         find: called before a new copy is made. Returns whether it moved an existing copy to that path.
 
     Raises:
-        OSError: it cannot be made, or another file has its path.
-        BundleError: from `fill`.
+        OSError: the copy cannot be made, or another file has its path.
+        BundleError: `fill` raised it.
     """
     draft = copy.with_name(copy.name + _PARTIAL)
     while True:
@@ -163,9 +163,9 @@ def acquire_copy(
             pass
         try:
             file = open_locked(draft, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:  # another process finished it, or gave up
+        except FileNotFoundError:  # another process finished it, or failed
             continue
-        except BlockingIOError:  # another process makes it; polled, as that process keeps its lock on what it made
+        except BlockingIOError:  # another process makes it, and keeps its lock on the finished copy
             time.sleep(_WAIT_S)
             continue
         try:
@@ -177,12 +177,12 @@ def acquire_copy(
             with _files_of_any_size():
                 os.ftruncate(file, 0)  # a draft that a killed process left may have bytes
                 os.ftruncate(file, size_bytes)
-                os.posix_fallocate(file, 0, size_bytes)  # else a page that cannot be allocated is a bus error
+                os.posix_fallocate(file, 0, size_bytes)  # or a page without memory is a bus error
             with mmap.mmap(file, size_bytes) as pages:  # hugetlbfs takes no write(2)
                 fill(pages)
             draft.rename(copy)
             fcntl.flock(file, fcntl.LOCK_SH)
-            if _is_at(file, copy):  # else another process took it for unused, and removed it
+            if _is_at(file, copy):  # otherwise another process took it for unused and removed it
                 return os.dup(file)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def acquire_copy(
 
 @contextmanager
 def _files_of_any_size() -> Iterator[None]:
-    """In the block, files may be as large as they can be. A model's process has a limit for its shared memory."""
+    """During the block, lift the limit on the size of files, which a model's process has for its shared memory."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
     try:
@@ -218,7 +218,7 @@ def open_locked(path: Path, flags: int, lock: int) -> int:
         FileNotFoundError: it does not exist, or was removed or renamed before it was locked.
         PermissionError: it belongs to another user, who may have written anything to it.
     """
-    # O_NONBLOCK: else opening a FIFO would wait for a writer. It changes nothing for files.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer. It changes nothing for files.
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if os.fstat(file).st_uid != os.geteuid():
@@ -243,7 +243,7 @@ def copy_checked(source: Path, digest: FileDigest, pages: mmap.mmap, offset: int
     """Copy a file to `pages` from `offset` on, and compare the copied bytes with its digest.
 
     Raises:
-        BundleError: it differs, or cannot be read.
+        BundleError: the file differs, or cannot be read.
     """
     sha256, start = hashlib.sha256(), offset
     try:
@@ -267,9 +267,9 @@ def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = Non
     """Remove the copies of some folders that no process holds a lock on.
 
     Args:
-        folders: where they are.
-        prefix: what their names begin with.
-        but: copies whose names end with this stay.
+        folders: the folders of the copies.
+        prefix: the prefix of their names.
+        but: copies whose names end with this are kept.
     """
     for copy in (copy for folder in folders for copy in folder.glob(f"{prefix}*")):
         if but is not None and copy.name.endswith(but):
@@ -283,7 +283,7 @@ def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = Non
 
 
 def release_copies(locks: list[int]) -> None:
-    """Release copies. A copy that no other process holds is removed."""
+    """Release copies, and remove those that no other process holds."""
     while locks:
         file = locks.pop()
         with suppress(OSError):  # others hold it

@@ -1,14 +1,14 @@
 """The state of a live copy, and how rows are read from it while they are written.
 
-No reader gets half a row. The first number of the state, the *fence*, is odd while rows are written. A reader reads
-it, looks up, and looks up again if the number was odd or has changed. On x86-64 the processor reorders neither loads
-with loads nor stores with stores, so nothing else is needed. On other processors, and if rows change during each of
-`_TRIES` lookups, the reader holds a shared lock on the state. The writer takes that lock exclusively for each slice
-of rows (fcntl(2), open file description locks).
+No reader sees half a row. The first number of the state, the *fence*, is odd while rows are written. A reader reads
+the fence, looks up, and looks up again if the fence was odd or has changed. On x86-64 the processor reorders neither
+loads with loads nor stores with stores, so nothing else is needed. On other processors, and if rows change during
+each of `_TRIES` lookups, the reader holds a shared lock on the state. The writer holds that lock exclusively for each
+slice of rows (fcntl(2), open file description locks).
 
-A writer that is killed leaves an odd number. The next writer writes that slice again, from the row that the state
-names, and makes the number even. The state has the digests of the newest delta that is applied and of the delta that
-is being written, so that the next writer notices if either was replaced.
+A killed writer leaves an odd fence. The next writer writes that slice again, from the row that the state names, and
+makes the fence even. The state has the digests of the newest applied delta and of the delta that is being written, so
+that the next writer notices if either was replaced.
 """
 
 import fcntl
@@ -26,9 +26,9 @@ import msgspec
 from serving.errors import ServerUnavailable
 from serving.files import Strict
 
-# Where the texts of the state begin, and the most bytes of each with its length.
+# The offsets of the texts in the state, and the maximum bytes of a text, its length included.
 _ABOUT, _STOPPED, _TEXT_BYTES = 4096, 16384, 8192
-# Whether a reader needs no lock: the processor keeps loads in order, and stores in order.
+# Whether readers need no lock, because the processor keeps loads in order, and stores in order.
 _IS_ORDERED = platform.machine() == "x86_64"
 # Lookups during which rows may change before the reader takes the lock.
 _TRIES = 2
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 
 class About(Strict, frozen=True):
-    """Which version a live copy is of.
+    """The version that a live copy belongs to.
 
     Attributes:
-        model, version: its name and number.
-        bundle: path of the bundle.
-        deltas: path of the folder of its lineage, whose deltas it takes.
+        model, version: the name of the model, and the number of the version.
+        bundle: the path of the bundle.
+        deltas: the path of the folder of its lineage, whose deltas are applied.
     """
 
     model: str
@@ -55,7 +55,7 @@ class About(Strict, frozen=True):
 
 
 class State:
-    """The state of a live copy. One process writes it, the delta writer; any may read it.
+    """The state of a live copy. Only the delta writer writes it; any process may read it.
 
     Args:
         pages: the first 2 MiB of the copy or more, mapped.
@@ -63,8 +63,8 @@ class State:
     """
 
     _FENCE, _APPLIED, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _BEGUN = range(8)
-    # Two digests of four numbers each: of the delta that is applied, and of that which is being written. Which is
-    # which is the last bit of `_APPLIED`; the others are the number of the delta. So both change at once.
+    # Two digests of four numbers each: of the newest applied delta, and of the delta that is being written. The last
+    # bit of `_APPLIED` says which is which. Its other bits are the number of the delta, so both change at once.
     _DIGESTS = 8
 
     def __init__(self, pages: mmap.mmap, file: int) -> None:
@@ -79,17 +79,17 @@ class State:
 
     @property
     def about(self) -> About:
-        """Which version it is."""
+        """The version that the copy belongs to."""
         return msgspec.json.decode(self._text(_ABOUT), type=About)
 
     @property
     def sequence(self) -> int:
-        """The number of the newest delta that is applied completely. All deltas before it are."""
+        """The number of the newest delta that is applied completely, as are all deltas before it."""
         return self._numbers[self._APPLIED] >> 1
 
     @property
     def begun(self) -> int:
-        """The number of the delta that is being written, else `sequence`."""
+        """The number of the delta that is being written, or `sequence` if none is."""
         return self._numbers[self._BEGUN]
 
     @property
@@ -99,21 +99,21 @@ class State:
 
     @property
     def rows(self) -> int:
-        """Rows that were written, in all."""
+        """The number of rows written so far."""
         return self._numbers[self._ROWS]
 
     @property
     def refused(self) -> int:
-        """Deltas that were refused, in all."""
+        """The number of deltas refused so far."""
         return self._numbers[self._REFUSED]
 
     @property
     def stopped(self) -> str:
-        """Why no further delta is applied. Empty: deltas are applied."""
+        """Why no further delta is applied; empty if deltas are applied."""
         return self._text(_STOPPED).decode(errors="replace")
 
     def note_stopped(self, why: str) -> None:
-        """Write why no further delta is applied. Empty: deltas are applied again."""
+        """Write why no further delta is applied. An empty text says that deltas are applied again."""
         if why and why != self.stopped:
             self._numbers[self._REFUSED] += 1
         self._write_text(_STOPPED, why.encode(errors="replace")[: _TEXT_BYTES - 8])
@@ -140,20 +140,20 @@ class State:
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     def begin_again(self, about: About) -> None:
-        """Use the rows that a killed server left. Deltas may have been published since."""
+        """Continue with the rows that a killed server left. Deltas may have been published since."""
         self._numbers[self._CAUGHT_UP] = 0
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     # Reading rows, and writing them.
 
     def read(self, look_up: Callable[[], T]) -> T:
-        """The result of a lookup that reads whole rows only.
+        """The result of a lookup that reads only whole rows.
 
         Args:
-            look_up: reads rows, and returns nothing that shares memory with them. It may be called several times.
+            look_up: reads rows. It may be called several times. Its result must not share memory with the rows.
 
         Raises:
-            ServerUnavailable: a killed process left half-written rows, and no other process completed them.
+            ServerUnavailable: a killed writer left half-written rows, and no other process completed them.
         """
         numbers, fence = self._numbers, self._FENCE
         if _IS_ORDERED:
@@ -175,20 +175,20 @@ class State:
 
     @property
     def half_written(self) -> tuple[int, int] | None:
-        """The slice of a delta that a killed writer was writing: its first row, and the row after its last.
+        """The slice of a delta that a killed writer was writing: its first row, and the row after its last one.
 
-        Rows are counted over all tables of the delta. None: no slice is half written.
+        Rows are counted over all tables of the delta. The result is None if no slice is half written.
         """
         numbers = self._numbers
         return (numbers[self._PLACE], numbers[self._STOP]) if numbers[self._FENCE] & 1 else None
 
     @contextmanager
     def writing(self, first: int, rows: int) -> Iterator[None]:
-        """In the block, write a slice of a delta's rows. It must be short: lookups wait.
+        """During the block, write a slice of a delta's rows. It must be short, because lookups wait.
 
         Args:
-            first: how many rows of the delta come before the slice.
-            rows: how many it has. A slice that is half written has to be written as it was begun.
+            first: the number of the delta's rows before the slice.
+            rows: the number of rows in the slice. A half-written slice must be written with its original bounds.
         """
         numbers = self._numbers
         with _locked_state(self._file, fcntl.F_WRLCK):
@@ -203,7 +203,7 @@ class State:
     def written(self) -> Mapping[int, str]:
         """The SHA-256, in hex, of the deltas with the numbers `sequence` and `begun`, by number.
 
-        Empty: no delta was written to this copy.
+        It is empty if no delta was written to this copy.
         """
         digests = {self.begun: self._digest(is_applied=False), self.sequence: self._digest(is_applied=True)}
         return {sequence: digest.hex() for sequence, digest in digests.items() if any(digest)}
@@ -214,19 +214,19 @@ class State:
         return self._pages[start : start + 32]
 
     def note_begun(self, sequence: int, digest: str) -> None:
-        """Write that rows of a delta may be written from now on."""
+        """Record that the rows of a delta are going to be written."""
         self._digest(is_applied=False)[:] = bytes.fromhex(digest)
         self._numbers[self._BEGUN] = sequence
 
     def note_applied(self, digest: str) -> None:
-        """Write that all rows of the delta that was begun are written, and the digest of that delta."""
+        """Record that all rows of the begun delta are written, and its digest."""
         self._numbers[self._APPLIED] = self.begun << 1 | (self._numbers[self._APPLIED] & 1 ^ 1)
         self._digest(is_applied=True)[:] = bytes.fromhex(digest)  # another only where deltas are squashed
 
 
 @contextmanager
 def _locked_state(file: int, kind: int) -> Iterator[None]:
-    """Hold a lock on the first byte of a copy, in the block."""
+    """Hold a lock on the first byte of a copy during the block."""
     _lock(file, kind)
     try:
         yield

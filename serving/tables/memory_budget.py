@@ -1,4 +1,4 @@
-"""How much memory this process may use, and how much of it is left for the weights of a bundle."""
+"""The memory that this process may use, and the part of it that is left for the weights of a bundle."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 from serving.bundle.load import in_use, versions
 from serving.bundle.manifest import WEIGHTS_FILES
 
-# Weights are kept in memory if they fill no more of it than this: processes, requests and answers need the rest.
+# The largest share of memory that weights may fill: processes, requests and answers need the rest.
 MOST_OF_MEMORY = 0.9
 _CGROUPS = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
@@ -20,14 +20,14 @@ def memory_of(total_bytes: int, groups: Path, cgroups: Path) -> int:
 
     Args:
         total_bytes: the machine's memory.
-        groups: a file with lines such as `0::/path`, the groups of the process.
+        groups: a file with the groups of the process, in lines such as `0::/path`.
         cgroups: the folder where the hierarchies are mounted.
     """
     return min([total_bytes, *_limits(groups, cgroups)])
 
 
 def memory_here() -> int:
-    """The most memory that this process may use, in bytes."""
+    """The maximum memory that this process may use, in bytes."""
     return memory_of(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _OF_PROCESS, _CGROUPS)
 
 
@@ -43,8 +43,8 @@ def _limits(groups: Path, cgroups: Path) -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # A group's limit holds for all groups below it. In a container the path may be the host's, and is not there:
-        # then the container's own group is the root.
+        # A group's limit also applies to all groups below it. In a container, the path may be the host's and not
+        # exist: the root is the container's own group then.
         for directory in (group, *group.parents):
             if directory.is_relative_to(root) and (directory / name).exists():
                 text = (directory / name).read_text().strip()
@@ -52,21 +52,21 @@ def _limits(groups: Path, cgroups: Path) -> Iterator[int]:
                     yield int(text)
 
 
-# The memory of a model's process without its tables: 160 MB as it begins, and what it keeps for large requests.
-# tritonserver and `tbe-serve run` together take no more: 90 MB.
+# The memory of a model's process without its tables: 160 MB at the start, and freed memory that it keeps for large
+# requests. tritonserver and `tbe-serve run` together need less, 90 MB.
 PROCESS_BYTES = 256 << 20
-# A process that checks a lock holds it for a moment, so `in_use` can be wrong once. Only all checks in a row count.
+# A process that checks a lock holds it for a moment, so one result of `in_use` can be wrong. All checks must agree.
 _LOOKS = 3
 _PAUSE_S = 0.01
 
 
 def most_weights_bytes(processes: int, *, is_pinned: bool) -> int:
-    """The most bytes of weights files that fit the memory of the machine, or of the control group.
+    """The maximum bytes of weights files that fit into the memory of the machine or of the control group.
 
     Args:
-        processes: how many processes map the files. Each needs memory of its own.
-        is_pinned: whether the pages stay in memory: locked, or on a tmpfs. If they took too much, the kernel would
-            kill a process.
+        processes: how many processes map the files. Each needs its own memory beside them.
+        is_pinned: whether the pages stay in memory because they are locked or on a tmpfs. If these took too much
+            memory, the kernel would kill a process.
     """
     memory = memory_here()
     process_count = processes + 1 if is_pinned else processes
@@ -74,12 +74,12 @@ def most_weights_bytes(processes: int, *, is_pinned: bool) -> int:
 
 
 def weights_of_others(directory: Path, files: Iterable[Path]) -> dict[Path, int]:
-    """The weights files of other bundles of the repository that processes of this machine use, with their bytes.
+    """The weights files of the repository's other bundles that processes of this machine use, with their bytes.
 
     A file with several links counts once.
 
     Args:
-        directory: of the bundle, <repository>/<model>/<version>.
+        directory: the folder of the bundle, <repository>/<model>/<version>.
         files: the bundle's own weights files. They do not count, even if another bundle links to them.
     """
     used: dict[tuple[int, int], tuple[Path, int]] = {}

@@ -1,4 +1,4 @@
-"""How much memory a server needs: the one formula, for manifests, plans and docs/sizing.md#memory."""
+"""The memory that a server needs: the formula for Kubernetes manifests, plans and docs/sizing.md#memory."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -7,7 +7,7 @@ from serving.bundle.manifest import Manifest
 from serving.model.settings import ServingSettings
 from serving.tables.memory_budget import MOST_OF_MEMORY, PROCESS_BYTES
 
-# The most shared memory of an instance, unless `tbe-serve run --shm-mib` says another.
+# The maximum shared memory of an instance, unless `tbe-serve run --shm-mib` sets another one.
 SHM_BYTES = 1 << 30
 _MIB = 1 << 20
 
@@ -17,10 +17,10 @@ class MemoryNeed:
     """The memory of a server, in bytes.
 
     Attributes:
-        weights_bytes: of the weights files and id maps of all versions that it serves, or of the copies of them. 0 if
+        weights_bytes: the bytes of the weights files and id maps of all served versions, or of their copies; 0 if
             they are in huge pages, which do not count as memory.
-        instances: processes that answer requests.
-        shared_bytes: most shared memory of each, for the requests that it answers together.
+        instances: the number of processes that answer requests.
+        shared_bytes: the maximum shared memory of an instance, for the requests that it answers together.
     """
 
     weights_bytes: int
@@ -29,20 +29,17 @@ class MemoryNeed:
 
     @property
     def processes_bytes(self) -> int:
-        """Of the instances, and of tritonserver with `tbe-serve run`, which take as much as one together."""
+        """Bytes of the instances, and of tritonserver with `tbe-serve run`, which count as one instance."""
         return (self.instances + 1) * PROCESS_BYTES
 
     @property
     def request_bytes(self) -> int:
-        """What it needs all the time: weights and processes."""
+        """The bytes that the server always needs: weights and processes."""
         return self.weights_bytes + self.processes_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """The most that it takes: with shared memory, and all processes twice while certificates are renewed.
-
-        It keeps all weights in memory.
-        """
+        """The maximum bytes: weights, shared memory, and all processes twice while certificates are renewed."""
         twice = 2 * (self.processes_bytes + self.instances * self.shared_bytes)
         return max(self.weights_bytes + twice, ceil(self.weights_bytes / MOST_OF_MEMORY))
 
@@ -52,10 +49,10 @@ class MemoryNeed:
 
 
 def shared_bytes_of(manifest: Manifest, settings: ServingSettings) -> int:
-    """The shared memory that an instance of a bundle is given: for two of its largest requests, 1 GiB at most.
+    """The shared memory of an instance of a bundle, in bytes: enough for two of its largest requests, at most 1 GiB.
 
-    Of each id 12 bytes, of each length 4, and twice the numbers of the answer. How large sequences and dense inputs
-    are, requests say: a bundle that has some gets 1 GiB.
+    A request takes 12 bytes for each id, 4 for each length, and twice the numbers of its answer. The size of
+    sequences and dense inputs depends on the request, so a bundle with sequences or dense inputs gets 1 GiB.
     """
     if manifest.dense_part is not None or any(table.is_sequence for table in manifest.tables):
         return SHM_BYTES

@@ -1,9 +1,8 @@
 """The live copy: the rows of a version in shared memory, where deltas change them while they are looked up.
 
 A server has one live copy of each version that it serves with `weights-memory: live`. The processes of the model map
-it. One other process, the delta writer, writes to it (serving/tables/delta_writer.py). If all of them are killed, the
-next server uses the copy again. The file is on a file system of huge pages if there is one, else in /dev/shm. Its
-layout::
+it, and the delta writer writes to it (serving/tables/delta_writer.py). If all of these are killed, the next server
+reuses the copy. The file is on a file system of huge pages if one is mounted, or else in /dev/shm. Its layout::
 
     [0, 2 MiB)      the state: 64-bit numbers, and texts
     [2 MiB, …)      the weights files, in the order of their names, each from a multiple of 2 MiB on
@@ -47,14 +46,14 @@ from serving.tables.huge_page_copy import (
 from serving.tables.live_state import About, State
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
-# The environment variables with the name of the server, its process and a token, which the names of its live copies
-# begin with; and with the folder of all deltas.
+# Environment variables: the name of the server, made of its process id and a token, which is the prefix of the names
+# of its live copies; and the folder of all deltas.
 LIVE_SERVER, LIVE_DELTAS = "TBE_SERVING_LIVE", "TBE_SERVING_LIVE_DELTAS"
 LIVE_PREFIX = "tbe-live-"
 _SMALL_PAGES = Path("/dev/shm")  # noqa: S108  a copy's own name, lock and owner are checked
 # Longest wait without progress, in seconds, for deltas to be applied.
 _CATCH_UP_S = 60.0
-# Seconds in which the models' processes of a server that was killed end.
+# Seconds within which the model processes of a killed server end.
 _ENDING_S = 10.0
 
 
@@ -62,14 +61,14 @@ class LiveCopy:
     """A live copy, mapped.
 
     Args:
-        path: of the copy.
-        file: a descriptor that holds the lock on it. It is closed with this object.
-        is_written: whether this process writes to it.
+        path: the path of the copy.
+        file: a descriptor that holds the lock on the copy. It is closed with this object.
+        is_written: whether this process writes to the copy.
 
     Attributes:
-        path: of the copy.
-        state: of the copy.
-        pages: the state alone, or all of the copy if it is written.
+        path: the path of the copy.
+        state: the state of the copy.
+        pages: the mapped memory: the whole copy if this process writes to it, or only the state.
     """
 
     def __init__(self, path: Path, file: int, *, is_written: bool = False) -> None:
@@ -82,16 +81,16 @@ class LiveCopy:
 
     @classmethod
     def take(cls, directory: Path, manifest: Manifest, lacks: str) -> "LiveCopy":
-        """The live copy of a version. It is made if necessary. If another process makes it, this one waits.
+        """The live copy of a version, which is made if necessary. If another process is making it, this one waits.
 
         Args:
-            directory: of its bundle.
-            manifest: of its bundle.
-            lacks: why a copy does not fit into memory. Empty: it fits.
+            directory: the folder of the version's bundle.
+            manifest: the manifest of the bundle.
+            lacks: why a copy does not fit into memory; empty if it fits.
 
         Raises:
             BundleError: a weights file differs from its digest, or cannot be read.
-            ConfigurationError: there is no server to apply deltas, or the copy does not fit.
+            ConfigurationError: no `tbe-serve run` applies deltas here, or the copy does not fit.
         """
         server = os.environ.get(LIVE_SERVER)
         if server is None:
@@ -121,10 +120,10 @@ class LiveCopy:
 
     @classmethod
     def attach(cls, path: Path) -> "LiveCopy":
-        """A live copy that this process writes to.
+        """A live copy, for writing to it.
 
         Raises:
-            OSError: it does not exist any more, or belongs to another user.
+            OSError: the copy no longer exists, or belongs to another user.
         """
         return cls(path, open_locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
 
@@ -137,7 +136,7 @@ class LiveCopy:
         return self._is_alone(lambda: self.path.unlink(missing_ok=True))
 
     def _is_alone(self, then: Callable[[], None]) -> bool:
-        """Whether no other process holds the copy. If so, call `then` while no process can take it."""
+        """Whether no other process holds the copy. If so, `then` is called while no process can take it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             then()
@@ -148,7 +147,7 @@ class LiveCopy:
             fcntl.flock(self._file, fcntl.LOCK_SH)  # Linux gives up a lock that it could not change
 
     def wait_until_caught_up(self) -> None:
-        """Wait until the deltas are applied that existed when the copy was taken.
+        """Wait until all deltas are applied that existed when the copy was taken.
 
         Raises:
             ServerUnavailable: no delta was applied for a minute.
@@ -162,7 +161,7 @@ class LiveCopy:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Release the copy. The delta writer or the server removes it later: a model may be loaded again first."""
+        """Release the copy. The delta writer or the server removes it later, if no model uses it again."""
         self._release()
 
 
@@ -172,7 +171,7 @@ def _release(file: int) -> None:
 
 
 def offsets_of(manifest: Manifest) -> Mapping[str, int]:
-    """Where in a live copy each weights file begins, by its name; and under "" where the copy ends."""
+    """The offset of each weights file in a live copy, by its name; and under "" the end of the copy."""
     offsets: dict[str, int] = {}
     start = HUGE_PAGE
     for name in sorted(manifest.weights_files):
@@ -197,7 +196,7 @@ class ShardRows:
         self._table, self._shard = table, shard
 
     def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
-        """What is in this shard of some rows: all rows of the shard, the indices to write, and the new rows."""
+        """The part of some rows in this shard: all rows of the shard, the indices to write, and the new rows."""
         low, high = np.searchsorted(ids, (self._first, self._last))
         own_columns = self._table.shard_columns(rows[low:high], self._shard)
         columns = np.ascontiguousarray(own_columns).view(self._rows.dtype).reshape(-1)
@@ -233,11 +232,11 @@ def _fill(directory: Path, manifest: Manifest, about: About, pages: mmap.mmap) -
 
 
 def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
-    """Take over a copy that a killed server left, instead of making one. Remove other copies that no process uses.
+    """Take over a copy that a killed server left, instead of making one. Remove other unused copies.
 
-    Only processes of the same user could write to it. It is taken over if the deltas whose rows it has still exist,
-    unchanged: else its rows have another history. With trusted keys, a copy with rows of deltas is not taken over:
-    other keys may have signed them.
+    Only processes of the same user could write to it. It is taken over if its applied deltas still exist unchanged;
+    otherwise its rows have another history. With trusted keys, a copy with applied deltas is not taken over, because
+    other keys may have signed these deltas.
 
     Returns:
         Whether a copy was taken over.
@@ -245,7 +244,7 @@ def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
     _, _, digest = path.name.rpartition("-")
     remove_unused(_folders(), LIVE_PREFIX, but=digest)
     for abandoned in _abandoned(path.parent, digest):
-        with suppress(OSError):  # it is used, belongs to another user, or was just removed
+        with suppress(OSError):  # it is in use, belongs to another user, or was just removed
             file = _lock_abandoned(abandoned)
             try:
                 if os.fstat(file).st_size == offsets_of(manifest)[""] and _goes_on(file, about, manifest):
@@ -258,7 +257,7 @@ def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
 
 
 def _lock_abandoned(path: Path) -> int:
-    """Lock a copy that no process uses. If its server is gone, wait: processes that still use it are about to end."""
+    """Lock an unused copy. If its server has ended but processes still use it, wait until they end, too."""
     server = path.name.removeprefix(LIVE_PREFIX).partition("-")[0]
     is_gone = server.isdecimal() and not Path(f"/proc/{server}").exists()
     until = time.monotonic() + (_ENDING_S if is_gone else 0.0)
@@ -276,7 +275,7 @@ def _abandoned(folder: Path, digest: str) -> list[Path]:
 
 
 def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
-    """Whether a copy that a killed server left can be used again. If so, its state begins again."""
+    """Whether a copy that a killed server left can be reused. If so, its state is reset."""
     with mmap.mmap(file, HUGE_PAGE) as pages, closing(State(pages, file)) as state:
         try:
             written = state.written
@@ -294,10 +293,10 @@ def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
 
 @contextmanager
 def state_of(path: Path) -> Iterator[State]:
-    """The state of a live copy that this process does not use, in the block.
+    """During the block, the state of a live copy that this process does not use.
 
     Raises:
-        OSError: it does not exist any more, or belongs to another user.
+        OSError: the copy no longer exists, or belongs to another user.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
@@ -317,7 +316,7 @@ def live_copies(server: str) -> list[Path]:
 
 
 def remove_unused_live_copies() -> None:
-    """Remove the live copies that no process holds a lock on, of any server."""
+    """Remove the live copies of all servers that no process holds a lock on."""
     remove_unused(_folders(), LIVE_PREFIX)
 
 

@@ -1,10 +1,10 @@
-"""The pages of a file in memory: how much of it is there, in pages of which size, and how it gets there.
+"""The pages of a file in memory: how many there are, of which size, and how the file is read into memory.
 
-Pages have 2 MiB each where the kernel can, else 4 KiB.
+Pages have 2 MiB if the kernel supports it, or else 4 KiB.
 
-A lookup reads rows from anywhere. With pages of 4 KiB, a page that was not used lately costs a walk through the page
-tables. With pages of 2 MiB, the tables of a bundle fit the processor's TLB. The size of a page is decided when the
-file is written or first read. All processes share the pages (docs/decisions/0012-memory-pages.md).
+A lookup reads rows at random places. With pages of 4 KiB, a page that was not used recently costs a walk through the
+page tables. With pages of 2 MiB, the tables of a bundle fit into the processor's TLB. The size of a page is decided
+when the file is written or first read. All processes share the pages (docs/decisions/0012-memory-pages.md).
 
 Sources of the constants: madvise(2), mincore(2), posix_fadvise(2), proc_pid_smaps(5).
 """
@@ -28,9 +28,9 @@ from serving.files import open_file
 
 HUGE_PAGE = 2 << 20
 _PAGES = HUGE_PAGE // mmap.PAGESIZE
-# Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel has huge pages.
+# Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel uses huge pages.
 _CHUNK_BYTES = 256 << 20
-# Most attempts to get the first page as a huge one: a lookup may touch it and spoil an attempt.
+# Maximum attempts to read the first page as a huge page: a lookup that touches it spoils an attempt.
 _TRIES = 5
 # Longest wait, in seconds, for another process that reads the same file into memory.
 _TURN_S = 10.0
@@ -49,7 +49,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _SMAPS = Path("/proc/self/smaps")
 _HUGE = re.compile(r"^(?:FilePmdMapped|ShmemPmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB$", re.MULTILINE)
 _FAILED = ctypes.c_void_p(-1).value
-# Bytes of a file that are looked at together.
+# Bytes of a file that are inspected together.
 _LOOKED_AT_BYTES = 1 << 30
 
 
@@ -58,17 +58,17 @@ class MappedFile:
 
     Args:
         path: the file, not empty. On hugetlbfs it may be longer than `size_bytes`.
-        size_bytes: how many of its bytes `bytes` has.
-        start: where in the file they begin: a multiple of 2 MiB.
-        huge: whether to ask for pages of 2 MiB. False: a page of 4 KiB is read when a row in it is.
+        size_bytes: the number of bytes to map.
+        start: the offset of the first one: a multiple of 2 MiB.
+        huge: whether to ask for pages of 2 MiB. If not, a page of 4 KiB is read when a row in it is read.
 
     Attributes:
         path: the file.
         bytes: uint8 [size_bytes], read-only. The memory is the file's pages; nothing is copied.
-        huge: as the argument. It may be set later: the next `chunks` asks for huge pages.
+        huge: as the argument. It may be set later; the next `chunks` asks for huge pages then.
 
     Raises:
-        OSError: it cannot be opened or mapped.
+        OSError: the file cannot be opened or mapped.
     """
 
     def __init__(self, path: Path, size_bytes: int, *, huge: bool, start: int = 0) -> None:
@@ -83,22 +83,22 @@ class MappedFile:
         self._advise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_RANDOM)
 
     def read_row_by_row(self) -> None:
-        """From now on, read only the pages that are needed. What is in memory stays until the memory is needed."""
+        """From now on, read pages only when they are needed. Pages in memory stay until the memory is needed."""
         self.huge = False
         self._advise(mmap.MADV_NOHUGEPAGE)
         self._advise(mmap.MADV_RANDOM)
 
     def chunks(self, coming: Callable[[int], None] = lambda _: None) -> Iterator[npt.NDArray[np.uint8]]:
-        """The file in chunks of uint8. Each is read into memory when it is asked for, in huge pages where possible.
+        """The file in chunks of uint8. A chunk is read into memory when it is yielded, in huge pages where possible.
 
-        Pages that are in memory already may be small, because another program wrote or read them. They are dropped
-        and read again, unless a process uses them. Processes take turns, so that none keeps what another drops.
+        Pages in memory may be small, because another program wrote or read them. They are dropped and read again,
+        unless a process uses them. Processes take turns, so that none keeps pages that another one drops.
 
         Args:
-            coming: called before each chunk is read, with the offset where the chunk ends, in bytes.
+            coming: called before each chunk is read, with the offset of the end of the chunk, in bytes.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         can_be_huge, huge = self.huge and not self._is_locked, 0
         start = 0
@@ -106,7 +106,7 @@ class MappedFile:
             stop = min(start + (_CHUNK_BYTES if start else HUGE_PAGE), self.bytes.size)
             whole = stop // HUGE_PAGE * HUGE_PAGE - start  # the end of a file may be shorter than a page
             coming(stop)
-            if self.huge:  # chunk by chunk: until then, a file that was read row by row goes on so
+            if self.huge:  # chunk by chunk, so that the rest of a file that was read row by row continues to be
                 self._advise(mmap.MADV_NORMAL, start, stop)
                 self._advise(mmap.MADV_HUGEPAGE, start, stop)
             with self._turn() as file:
@@ -123,10 +123,10 @@ class MappedFile:
             start = stop
 
     def lock(self) -> None:
-        """Read the file into memory and lock it there, in the pages that it has then.
+        """Read the file into memory and lock its pages there.
 
         Raises:
-            OSError: the process may not lock so much memory (RLIMIT_MEMLOCK), or the file cannot be read.
+            OSError: the file is larger than the process may lock (RLIMIT_MEMLOCK), or cannot be read.
         """
         for _ in self.chunks():
             pass
@@ -135,14 +135,14 @@ class MappedFile:
             raise OSError(code := ctypes.get_errno(), os.strerror(code), str(self.path))
 
     def huge_bytes(self) -> int:
-        """Bytes of the file that this process has mapped in huge pages."""
+        """The bytes of the file that this process has mapped in huge pages."""
         return min(huge_bytes_at(self.bytes.ctypes.data), self.bytes.size)
 
     def populate(self, start: int = 0, stop: int | None = None) -> None:
         """Read bytes [start, stop) into memory, in pages of any size.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         try:
             self._advise(_POPULATE_READ, start, stop)
@@ -152,7 +152,7 @@ class MappedFile:
             self._advise(mmap.MADV_WILLNEED, start, stop)  # before Linux 5.14
 
     def why_small(self) -> str:
-        """Why pages stay small: what this machine lacks for huge ones."""
+        """Why pages are small: what this machine lacks for huge pages."""
         setting = _TRANSPARENT.read_text() if _TRANSPARENT.exists() else "[never]"
         if "[never]" in setting:
             return f"transparent huge pages are off: write madvise to {_TRANSPARENT}"
@@ -163,9 +163,9 @@ class MappedFile:
         )
 
     def _give_up(self, file: int, start: int, stop: int) -> None:
-        """Drop bytes [start, stop) from memory. What a lookup touches meanwhile comes back, mostly in a huge page."""
+        """Drop bytes [start, stop) from memory. Lookups that touch them read them again, mostly as huge pages."""
         os.fdatasync(file)  # pages that are not on the disk cannot be dropped
-        for page in range(start, stop, HUGE_PAGE):  # one by one, so that a lookup hardly comes between the two calls
+        for page in range(start, stop, HUGE_PAGE):  # one by one, so that a lookup between the two calls is unlikely
             size = min(HUGE_PAGE, stop - page)
             self._advise(mmap.MADV_DONTNEED, page, page + size)
             os.posix_fadvise(file, page, size, os.POSIX_FADV_DONTNEED)
@@ -190,13 +190,13 @@ class MappedFile:
 
 
 def leave_out_of_memory(path: Path) -> None:
-    """Drop the pages of a file from memory, except pages that a process uses. The file stays on the disk."""
-    with suppress(OSError), path.open("rb") as file:  # it may be gone
+    """Drop the pages of a file from memory, except those that a process uses. The file stays on the disk."""
+    with suppress(OSError), path.open("rb") as file:  # the file may have been removed
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Cached(NamedTuple):
-    """Bytes of a file that are in the page cache, in whole pages: all of them, and those in pages of 2 MiB."""
+    """The bytes of a file in the page cache, as whole pages: all of them, and those in pages of 2 MiB."""
 
     size: int
     huge: int
@@ -205,8 +205,8 @@ class Cached(NamedTuple):
 def cached(path: Path) -> Cached | None:
     """How much of a file is in the page cache. Nothing is read from the disk.
 
-    None if it is not known: the file is gone, or this process neither owns it nor may write to it. Linux would then
-    say that all of it is in memory.
+    The result is None if it is unknown: the file does not exist, or this process neither owns it nor may write to it,
+    for which Linux would report that all of it is in memory.
     """
     try:
         with open_file(path, follow=True) as file:
@@ -221,12 +221,12 @@ def cached(path: Path) -> Cached | None:
 
 
 def in_huge_pages(size_bytes: int) -> int:
-    """Bytes that a file of `size_bytes` takes on a file system of huge pages: whole pages of 2 MiB."""
+    """The bytes that a file of `size_bytes` takes on a file system of huge pages: whole pages of 2 MiB."""
     return -(-size_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
 def huge_bytes_at(address: int) -> int:
-    """Bytes of the mapping at `address` that this process has in huge pages. 0 if there is no such mapping."""
+    """The bytes of the mapping at `address` that this process has in huge pages; 0 if there is no such mapping."""
     first = f"{address:x}-"
     smaps = _SMAPS.read_text(errors="surrogateescape")
     start = 0 if smaps.startswith(first) else smaps.find("\n" + first)
@@ -234,7 +234,7 @@ def huge_bytes_at(address: int) -> int:
 
 
 def huge_bytes_of(smaps: str) -> int:
-    """Bytes in huge pages of files, on a tmpfs or hugetlbfs too, by the text of smaps or smaps_rollup."""
+    """The bytes of files in huge pages, including tmpfs and hugetlbfs, from the text of smaps or smaps_rollup."""
     return sum(int(kib) << 10 for kib in _HUGE.findall(smaps))
 
 

@@ -1,7 +1,7 @@
-"""Read-ahead for a bundle that is larger than memory: all pages of a batch are asked for before its lookup.
+"""Read-ahead for a bundle that is larger than memory: all pages of a batch are requested before its lookup.
 
-A lookup touches one row after another, and waits for the disk at each row that is not in memory. A disk answers many
-reads at once. So the kernel is told of all pages first (posix_fadvise(2)).
+A lookup reads one row after another, and waits for the disk at each row that is not in memory. A disk can serve many
+reads at once, so the kernel is told of all pages first (posix_fadvise(2)).
 """
 
 import mmap
@@ -21,7 +21,7 @@ from serving.requests.types import Ids
 
 
 class _Shard(NamedTuple):
-    """Where rows [first, last) of a feature's table lie. `file` is a descriptor; the rows begin at `offset_bytes`."""
+    """The place of rows [first, last) of a feature's table: in `file`, a descriptor, from `offset_bytes` on."""
 
     file: int
     first: int
@@ -31,10 +31,10 @@ class _Shard(NamedTuple):
 
 
 class ReadAhead:
-    """Asks the disk for the rows of batches.
+    """Requests the rows of batches from the disk.
 
     Args:
-        manifest: of the bundle.
+        manifest: the manifest of the bundle.
         files: the weights files on this machine, by name. The shards of other ranks are ignored.
     """
 
@@ -53,13 +53,13 @@ class ReadAhead:
                     self._shards.setdefault(feature, []).append(shard_file)
 
     def ask(self, batch: Batch) -> None:
-        """Ask the disk for the rows of a batch. It returns at once, before they are read."""
+        """Request the rows of a batch. This returns before they are read."""
         for file, pages in self.pages_of(batch).items():
             for page in pages[pages >= self._first_pages[file]].tolist():
                 os.posix_fadvise(file, page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
 
     def leave_out(self, name: str, size_bytes: int) -> None:
-        """From now on, do not ask for the first `size_bytes` of a file: another thread reads them as a whole."""
+        """Stop requesting the first `size_bytes` of a file, which another thread reads as a whole."""
         self._first_pages[self._opened[name]] = -(-size_bytes // mmap.PAGESIZE)
 
     def pages_of(self, batch: Batch) -> dict[int, Ids]:

@@ -31,9 +31,9 @@ class PagesUsed(NamedTuple):
     """Bytes of the weights files that a process has mapped.
 
     Attributes:
-        mapped: all of them.
-        huge: those in pages of 2 MiB.
-        most_huge: the most that huge pages can hold. The rest of a file that does not fill a huge page is left out.
+        mapped: all mapped bytes.
+        huge: the bytes in pages of 2 MiB.
+        most_huge: the maximum for `huge`: a part of a file that does not fill a huge page does not count.
     """
 
     mapped: int
@@ -48,23 +48,23 @@ class TableFiles:
     WeightsMemory.HUGE and LIVE.
 
     Args:
-        directory: of the bundle.
-        manifest: of the bundle.
+        directory: the folder of the bundle.
+        manifest: the manifest of the bundle.
         memory: where the files are held.
-        processes: how many processes of this machine map them, this one included.
+        processes: how many processes of this machine map the files, this one included.
 
     Attributes:
-        tensors: one for each rank: the bytes of its file, uint8 [size of the file], read-only, not copied. A rank
-            on another host has uint8 [0].
-        fits: whether memory holds the files beside the other served bundles' files. While it does not, rows are read
-            from the disk one by one, as they are needed.
-        ahead: asks the disk for the rows of a batch, before it is looked up. None while memory holds the files.
-        live: the copy that `tensors` are of, for WeightsMemory.LIVE. Rows must be read inside `live.state.read`.
+        tensors: for each rank the bytes of its file, uint8 [size of the file], read-only and not copied; uint8 [0]
+            for a rank on another host.
+        fits: whether memory holds the files beside the files of other served bundles. While it does not, rows are
+            read from the disk when they are needed.
+        ahead: requests the rows of a batch from the disk before its lookup. None while memory holds the files.
+        live: for WeightsMemory.LIVE, the copy whose memory `tensors` share. Read rows inside `live.state.read`.
 
     Raises:
         BundleError: a file cannot be mapped.
         ConfigurationError: this machine cannot hold the files as `memory` says. The message says what it lacks.
-        ServerUnavailable: for WeightsMemory.LIVE, nothing applies the deltas that are there.
+        ServerUnavailable: for WeightsMemory.LIVE, the existing deltas are not being applied.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class TableFiles:
         self._thread: threading.Thread | None = None
         self._files: dict[str, MappedFile] = {}
         for name, size in sizes.items():
-            if size:  # else a rank without shards: an empty file cannot be mapped
+            if size:  # otherwise the rank has no shards, and an empty file cannot be mapped
                 self._files[name] = self._map(name, size)
         self.tensors = _tensors(manifest.plan, self._files)
-        if self._is_copied:  # there was memory for it
+        if self._is_copied:  # memory was reserved for it
             self.fits = True
         self._is_kept = memory is not WeightsMemory.MAPPED
         self._is_populated = False
-        # Files of other bundles that took the memory which this one needs.
+        # Files of other bundles, which take the memory that this one needs.
         self._waited_for: set[Path] = set()
         self.ahead = None if self.fits else self._read_ahead_of_all()
         if memory is WeightsMemory.LOCKED:
@@ -120,10 +120,10 @@ class TableFiles:
             ) from error
 
     def verify(self) -> None:
-        """Read all files, and compare them with their digests. If they fit, they are in memory then.
+        """Read all files, and compare them with their digests. If they fit, they are in memory afterwards.
 
         Raises:
-            BundleError: naming the first file that differs, or cannot be read.
+            BundleError: a file differs, or cannot be read.
         """
         if self._is_copied:
             return
@@ -137,11 +137,11 @@ class TableFiles:
             check_sha256(file.path, sha256.hexdigest(), self._manifest.files[name])
 
     def populate(self, report: Callable[[PagesUsed], None] = lambda _: None) -> None:
-        """Read all files into memory on another thread, while lookups go on.
+        """Read all files into memory on another thread, while lookups continue.
 
-        Memory is checked every `_LOOKS_S` seconds from now on, since other bundles may be unloaded and the limit of
-        the control group may change. The files are read as soon as they fit. When they no longer fit, rows are read
-        one by one again.
+        From now on, memory is checked every `_LOOKS_S` seconds, because other bundles may be unloaded and the limit
+        of the control group may change. The files are read as soon as they fit. When they no longer fit, rows are
+        again read when they are needed.
 
         Args:
             report: called on that thread each time all files are in memory.
@@ -153,7 +153,7 @@ class TableFiles:
             self._thread.start()
 
     def look(self, report: Callable[[PagesUsed], None]) -> None:
-        """Check memory once: read the files into memory if they now fit, or go back to single rows if they do not.
+        """Check memory once: read the files into memory if they now fit, or return to single rows if they do not.
 
         The thread of `populate` calls it.
 
@@ -181,18 +181,18 @@ class TableFiles:
         report(self.used())
 
     def _brings(self, name: str, stop: int) -> None:
-        """End read-ahead for bytes [0, stop) of a file: it reads small pages, and huge ones are being read now."""
+        """End read-ahead for bytes [0, stop) of a file, because it reads small pages, and huge pages are read now."""
         if self.ahead is not None:
             self.ahead.leave_out(name, stop)
 
     def _fits_now(self) -> bool:
-        """Whether the files now fit: another bundle was unloaded, or the control group's limit was raised."""
+        """Whether the files fit now, as after another bundle was unloaded or the control group's limit was raised."""
         if self._size_bytes > self._most_alone():
             return False
         if self._size_bytes > self._free_bytes():
             self._waited_for |= {*self._of_others()}
             return False
-        # Drop the pages of bundles that are gone. They would stay, and leave little memory that is whole huge pages.
+        # Drop the pages of unloaded bundles. They would stay, and leave few huge pages free.
         for path in self._waited_for - {*self._of_others()}:
             leave_out_of_memory(path)
         self._waited_for.clear()
@@ -205,7 +205,7 @@ class TableFiles:
         return ReadAhead(self._manifest, {name: self._directory / name for name in self._files})
 
     def _free_bytes(self) -> int:
-        """The memory for the files of this bundle, beside the files of others, in bytes."""
+        """The memory that the files of other bundles leave for this one, in bytes."""
         return self._most_alone() - sum(self._of_others().values())
 
     def _lacks(self) -> str:
@@ -220,7 +220,7 @@ class TableFiles:
         return weights_of_others(self._directory, self._paths)
 
     def used(self) -> PagesUsed:
-        """How much this process has mapped, and how much of it in huge pages."""
+        """The bytes that this process has mapped, and those in huge pages."""
         files = self._files.values()
         return PagesUsed(
             mapped=sum(mapped.bytes.size for mapped in files),
@@ -229,13 +229,13 @@ class TableFiles:
         )
 
     def why_small(self) -> str:
-        """Why not all is in huge pages: what this machine lacks."""
+        """Why some pages are small: what this machine lacks for huge pages."""
         if self._size_bytes > self._free_bytes():
             return self._lacks()
         return next((mapped.why_small() for mapped in self._files.values()), "there is nothing to map")
 
     def close(self) -> None:
-        """Stop populating, and let the copies go."""
+        """Stop populating, and release the copies."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -265,7 +265,7 @@ def _keep_populated(
     while (weights := of()) is not None and not stopping.is_set():
         try:
             weights.look(report)
-        except OSError:  # the kernel's log says why. A lookup that needs the page kills this process; it is recovered
+        except OSError:  # the kernel's log has the reason; a lookup of such a page kills this process
             return
         del weights
         stopping.wait(_LOOKS_S)
@@ -287,7 +287,7 @@ def _next_read(file: MappedFile) -> Iterator[memoryview]:
     """The chunks of a file. The next one is read while the caller works on the last.
 
     Raises:
-        BundleError: it cannot be read.
+        BundleError: the file cannot be read.
     """
     chunks = file.chunks()
     with ThreadPoolExecutor(1) as pool:

@@ -1,9 +1,9 @@
 """The command line of tritonserver: its options, and how a secret in them is erased.
 
 tritonserver takes the key of its restricted protocols only as an option, and every user of the machine can read the
-command line of a process. tritonserver copies its options when it starts, and does not read them again. So the key is
-then overwritten. proc(5) says where the command line is (arg_start and arg_end of /proc/PID/stat) and how to write to
-it (/proc/PID/mem). The options were copied by the time that the library of the Python backend is loaded.
+command line of a process. tritonserver copies its options when it starts, and does not read them again, so the key is
+overwritten after that. proc(5) says where the command line is (arg_start and arg_end of /proc/PID/stat) and how to
+write to it (/proc/PID/mem). tritonserver has copied its options when it loads the library of the Python backend.
 
 Run with Triton 24.10. The source of 26.04 was read for the name of that library.
 """
@@ -29,7 +29,7 @@ def erase_from_command_line(child: "subprocess.Popen[bytes]", secret: str, *, ha
     Args:
         child: a tritonserver.
         secret: one of its options, or part of one.
-        has_started: whether it answers, so that it has copied its options. False: wait until it has.
+        has_started: whether it answers, which means that it has copied its options. If not, wait until it has.
 
     Returns:
         Whether the secret is gone. The kernel may forbid it: Yama's ptrace_scope 2 and above.
@@ -72,7 +72,7 @@ _LOAD = "--load-model"
 _AGE = "--grpc-max-connection-age"
 # The default of --exit-timeout-secs.
 _EXIT_TIMEOUT_S = 30.0
-# After so long a client connects again, and sees a certificate that was renewed meanwhile.
+# The age after which clients reconnect, and see a renewed certificate.
 RENEWAL_AGE_MS = 300_000
 
 
@@ -86,14 +86,14 @@ def is_plain(path: str) -> bool:
 
 
 def serving_options(repository: Path, backends: Path | None) -> list[str]:
-    """The options for models and limits. They do not depend on where the server listens.
+    """The options for models and limits, which do not depend on where the server listens.
 
     Args:
         repository: the model repository.
-        backends: the folder of its backends. None: the server's own.
+        backends: the folder of the backends, or None for the server's own.
 
     Raises:
-        ConfigurationError: the Python backend cannot open models in such a folder.
+        ConfigurationError: the Python backend cannot open models in a folder with this name.
     """
     if not is_plain(str(repository.absolute())):
         raise ConfigurationError(
@@ -102,12 +102,12 @@ def serving_options(repository: Path, backends: Path | None) -> list[str]:
         )
     options = [
         f"--model-repository={repository.absolute()}",
-        # Explicit: a version is loaded when somebody asks for it, never because a file changed.
+        # Explicit: a version is loaded on request, never because a file changed.
         "--model-control-mode=explicit",
         # config.pbtxt is complete. Completion would drop allow_ragged_batch, and requests would not be merged.
         "--disable-auto-complete-config",
         "--allow-gpu-metrics=false",
-        # A pool keeps the memory of large requests for ever: eight of 1.9 GB are 15 GB.
+        # A pool keeps the memory of large requests forever: 15 GB after eight requests of 1.9 GB.
         "--grpc-infer-allocation-pool-size=0",
         "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
         "--log-info=false",
@@ -127,7 +127,7 @@ def port_options(grpc: int, http: int, *, share: bool) -> list[str]:
 
 
 def age_options(age_ms: int | None) -> list[str]:
-    """The age at which gRPC closes connections, in milliseconds. None: it does not."""
+    """The age at which gRPC closes connections, in milliseconds. None: connections are not closed by age."""
     return [] if age_ms is None else [f"{_AGE}={age_ms}"]
 
 
@@ -152,7 +152,7 @@ def http_options(address: str) -> list[str]:
 
 
 def key_options(restricted: Sequence[str], key: str) -> list[str]:
-    """The options by which the `restricted` protocols need `key`, over gRPC and HTTP."""
+    """The options that make the `restricted` protocols require `key`, over gRPC and HTTP."""
     if not restricted:
         return []
     restriction = f"{','.join(restricted)}:{KEY_HEADER}={key}"
@@ -173,18 +173,18 @@ def model_options(models: Sequence[str]) -> list[str]:
 
 
 def loaded_by(options: Sequence[str]) -> set[str]:
-    """The models that options of tritonserver load at the start; "*" loads all."""
+    """The models that options of tritonserver load at its start; "*" stands for all models."""
     joined = {option.partition("=")[2] for option in options if option.startswith(f"{_LOAD}=")}
     return joined | {value for option, value in pairwise(options) if option == _LOAD}
 
 
 def exit_timeout_of(options: Sequence[str]) -> float:
-    """The longest time, in seconds, that a server with these options waits for running requests when it stops."""
+    """The maximum time that a stopping server with these options waits for running requests, in seconds."""
     return _said(options, "--exit-timeout-secs", _EXIT_TIMEOUT_S)
 
 
 def connection_age_of(options: Sequence[str]) -> float:
-    """The longest time, in seconds, for which a server with these options keeps a connection.
+    """The maximum time that a server with these options keeps a connection, in seconds.
 
     gRPC draws each connection's time from 0.9 to 1.1 of the option (MAX_CONNECTION_AGE of its proposal A9).
     """
@@ -192,7 +192,7 @@ def connection_age_of(options: Sequence[str]) -> float:
 
 
 def _said(options: Sequence[str], name: str, default: float) -> float:
-    """The number that an option has, as "NAME=N" or as "NAME", "N"; the last one if it is there several times."""
+    """The number of an option, as "NAME=N" or as "NAME", "N". If the option is repeated, the last one counts."""
     number = default
     for option, following in zip_longest(options, options[1:], fillvalue=""):
         value = following if option == name else option.removeprefix(f"{name}=")

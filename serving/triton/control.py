@@ -33,8 +33,8 @@ from serving.triton.error_messages import load_failure
 UNLOADED = "unloaded"
 # The prefix of a Unix socket's address, here and in --http-address.
 UNIX = "unix:"
-# A parameter of the config that a model is loaded with, never of config.pbtxt. It says that the model serves other
-# versions than config.pbtxt says. Its value is the version that config.pbtxt says: a number, or the newest.
+# A parameter of the config that a model is loaded with, never of config.pbtxt. It marks a model that serves other
+# versions than config.pbtxt names. Its value is the version that config.pbtxt names: a number, or the newest.
 _INSTEAD_OF = "expected_version"
 NEWEST = "newest"
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
@@ -42,7 +42,7 @@ _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFou
 
 @dataclass(frozen=True, slots=True)
 class VersionState:
-    """A version in the server's index. `state` is "READY" if it serves. Otherwise `reason` says why not."""
+    """A version in the server's index. `state` is "READY" if it serves, or else `reason` says why not."""
 
     model: str
     version: int
@@ -55,12 +55,12 @@ class Control:
     """The control API of one server.
 
     Attributes:
-        address: where the server speaks HTTP, "host:port" or "unix:/path".
-        key: the key of its restricted protocols. None: it has none.
-        timeout_s: deadline of each call, in seconds.
+        address: the server's HTTP address, "host:port" or "unix:/path".
+        key: the key of its restricted protocols, or None.
+        timeout_s: the deadline of each call, in seconds.
 
     Raises:
-        ConfigurationError: `timeout_s` is no possible timeout.
+        ConfigurationError: `timeout_s` is not a possible timeout.
         ServingError: from every method, if the server cannot be reached or refuses.
     """
 
@@ -80,8 +80,8 @@ class Control:
     def index(self) -> tuple[VersionState, ...]:
         """Every version that the server has loaded, or tried to load.
 
-        Triton 2.51 reads the repository for it. Where that has a link that leads nowhere, it lists nothing. Then only
-        the versions that serve are returned.
+        Triton 2.51 reads the repository for the index, and lists nothing if the repository has a broken link. Only
+        the versions that serve are returned then.
         """
         try:
             index = self._call("v2/repository/index", {})
@@ -112,19 +112,20 @@ class Control:
         return self._call(f"v2/models/{_quoted(model)}/config")
 
     def load(self, model: str, versions: Sequence[int] = (), config: Any = None) -> tuple[int, ...]:
-        """Serve exactly `versions`, or config.pbtxt's. The old ones serve until the new ones are ready.
+        """Serve exactly `versions`. The old versions serve until the new ones are ready.
 
         Args:
-            model: its name.
-            versions: the versions; empty: config.pbtxt's. Requests that name no version get the newest.
-            config: the ModelConfig to load them with, as JSON. None: with `versions`, the one that the model is
-                served with; without, the one that Triton makes of config.pbtxt.
+            model: the name of the model.
+            versions: the versions, or empty for those that config.pbtxt names. The newest one answers requests that
+                name no version.
+            config: the ModelConfig to load them with, as JSON. None stands for the current ModelConfig of the model,
+                or, without `versions`, for the one that Triton makes of config.pbtxt.
 
         Returns:
             The versions that serve now.
 
         Raises:
-            ServingError: a version is missing, or cannot be loaded. The old ones serve on.
+            ServingError: a version is missing, or cannot be loaded. The old versions continue to serve.
         """
         if versions:
             self._load(model, _pinned(self.config(model) if config is None else config, versions))
@@ -148,11 +149,11 @@ class Control:
         """Unload a model whose process died, and load it as it was served. A load alone would do nothing.
 
         Args:
-            model: its name.
-            config: the config that it was served with, as `config` returned it.
-            versions: the versions that served. `config` may name others: Triton 2.51 does not record that one version
-                of several was unloaded.
-            since: Unix time. Weights files that have not changed since then are not verified again.
+            model: the name of the model.
+            config: the ModelConfig that it was served with, as `config` returned it.
+            versions: the versions that were served. `config` may name more: Triton 2.51 does not record that one
+                version of several was unloaded.
+            since: Unix time. Weights files that were not changed after it are not verified again.
         """
         override = _pinned(config, versions)
         override["parameters"][RECOVERED] = {"string_value": str(since)}
@@ -160,7 +161,7 @@ class Control:
         self._load(model, override)
 
     def answered(self) -> dict[tuple[str, int], int]:
-        """The number of requests that were answered without an error, by (model, version).
+        """The number of successful requests, by (model, version).
 
         Errors do not count: while a model's process hangs, Triton itself refuses requests to it.
         """
@@ -191,7 +192,7 @@ class Control:
             content = response.read()
             if response.status != HTTPStatus.OK:
                 raise _ERRORS.get(response.status, InternalError)(_reason(response, content))
-            # Its index has the name of every folder of the repository, also of one that is not UTF-8.
+            # Its index has the names of all folders of the repository, which may not be UTF-8.
             return json.loads(content.decode(errors="surrogateescape")) if content else None
         except TimeoutError:
             raise DeadlineExceeded(f"{self.address}: no answer within {self.timeout_s:g} s") from None
@@ -205,11 +206,11 @@ def metrics_page(address: str, timeout_s: float) -> bytes:
     """A server's metrics, in Prometheus' text format.
 
     Args:
-        address: where it has them, "unix:/path".
+        address: the address of the metrics, "unix:/path".
         timeout_s: the deadline, in seconds.
 
     Raises:
-        ServerUnavailable: it does not answer.
+        ServerUnavailable: the server does not answer.
     """
     connection = _connection(address, timeout_s)
     try:
@@ -256,25 +257,25 @@ def _reason(response: HTTPResponse, content: bytes) -> str:
 
 
 def _without_trace(reason: str) -> str:
-    """A reason of Triton's without the lines of code that raised it, which come after it."""
+    """A reason of Triton's without the traceback after it."""
     return reason.partition("\n\nAt:\n")[0].strip()
 
 
 def replaced_policy(config: Any) -> str | None:
-    """What config.pbtxt says of a model that was loaded with other versions: a version, or `NEWEST`.
-
-    Returns:
-        None if it was loaded as config.pbtxt says.
+    """The version that config.pbtxt names if a model was loaded with other versions: a number, or `NEWEST`.
 
     Args:
-        config: the ModelConfig that it is served with, as `Control.config` returns it.
+        config: the ModelConfig that the model is served with, as `Control.config` returns it.
+
+    Returns:
+        None if the model was loaded as config.pbtxt says.
     """
     parameter = config["parameters"].get(_INSTEAD_OF)
     return None if parameter is None else str(parameter["string_value"])
 
 
 def _pinned(config: Any, versions: Sequence[int]) -> Any:
-    """A copy of `config` that serves these versions. It records the version that config.pbtxt says: `_INSTEAD_OF`."""
+    """A copy of `config` that serves these versions, and has the version of config.pbtxt as `_INSTEAD_OF`."""
     parameters = dict(config["parameters"])
     parameters.pop(RECOVERED, None)
     if _INSTEAD_OF not in parameters:

@@ -1,7 +1,7 @@
-"""What an error of Triton means to a caller, if its status alone does not say so.
+"""The meaning of Triton's errors to a caller, if the status alone does not tell it.
 
-This is the only file that matches the words of a message. NOT_FOUND can mean that a model is being loaded, or that
-it does not exist. INTERNAL can mean a fault, or that shared memory is full for a moment. A client does not know the
+This is the only file that matches the words of messages. NOT_FOUND can mean that a model is being loaded, or that it
+does not exist. INTERNAL can mean a fault, or that shared memory is full for a moment. A client does not know the
 Triton release of its server, so it looks for the words of all releases.
 
 Run with Triton 24.10. The source of 26.04 was read: it has the same words. If another release words one differently,
@@ -22,15 +22,15 @@ class _Words(NamedTuple):
     advice: str
 
 
-# Triton says the same of a version that is being loaded and of one that was unloaded on request.
+# Triton has one message for versions that are being loaded and versions that were unloaded on request.
 _NOT_LOADED = "it is being loaded, was unloaded, or the server stops: try again, unless it was unloaded"
 _MESSAGES = (
-    # The model is known, but no version of it is ready. Of an unknown model Triton says "is not found".
+    # The model is known, but no version of it is ready. For an unknown model, the message is "is not found".
     _Words("NOT_FOUND", r" has no available versions$", ModelUnavailable, _NOT_LOADED),
     _Words("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, _NOT_LOADED),
-    # The model's process died, and was not replaced yet.
+    # The model's process died, and has not been replaced yet.
     _Words("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died: try again"),
-    # gRPC's own words. It cannot tell a server that stopped from one that wants TLS, or a certificate.
+    # gRPC's own words. It cannot distinguish a stopped server from one that requires TLS or a certificate.
     _Words(
         "UNAVAILABLE",
         r"(^|: )(recvmsg:)?(Socket closed|Connection reset by peer)$",
@@ -47,7 +47,7 @@ _MESSAGES = (
 )
 
 
-# gRPC's own words of a TLS handshake that failed, and what is wrong with the client's options.
+# gRPC's own words for a failed TLS handshake, and what is wrong with the client's options.
 _HANDSHAKES = (
     (
         "CERTIFICATE_VERIFY_FAILED",
@@ -64,23 +64,23 @@ _HANDSHAKES = (
 
 
 def handshake_advice(message: str) -> str | None:
-    """What to do about a TLS handshake of a client that failed. None: the message is about something else."""
+    """Advice about a failed TLS handshake of a client, or None if the message is about something else."""
     return next((advice for words, advice in _HANDSHAKES if words in message), None)
 
 
-# A restarted tritonserver listens before it has loaded its models, and says this of all of them. So the error may be
-# temporary for a client that has used the model before.
+# A restarted tritonserver listens before it has loaded its models, and has this message for all of them. So the error
+# may be temporary for a client that has used the model before.
 _NOT_KNOWN_YET = _Words(
     "NOT_FOUND", r"^Request for unknown model: '[^']*' is not found$", ModelUnavailable, _NOT_LOADED
 )
 
 
-# A failed load says this of the first version that could not be loaded. A load also reloads the versions that serve.
+# The message of a failed load about the first version that failed. A load also reloads the versions that serve.
 _NOT_LOADED_VERSION = re.compile(r"version (\d+) is at UNAVAILABLE state: (?:Internal: TritonModelException: )?")
 
 
 def load_failure(message: str, ready: Callable[[], Collection[int]]) -> str:
-    """Triton's message of a failed load, corrected: a version that it calls unavailable may still serve.
+    """Triton's message of a failed load, corrected: a version that Triton calls unavailable may still serve.
 
     Args:
         message: Triton's message.

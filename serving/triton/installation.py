@@ -1,8 +1,8 @@
-"""The Triton releases that we know, and the tritonserver that is installed here.
+"""The known Triton releases, and the tritonserver that is installed on this machine.
 
-The official container has `tritonserver` on PATH. Elsewhere the one of the nvidia-pytriton wheel is used (0.7 has
-Triton 24.10). That one needs a folder of backends, put together from parts of the wheel. It also needs this
-environment's Python first on PATH: its stub takes the first interpreter that it finds there.
+The official container has `tritonserver` on PATH. Elsewhere the tritonserver of the nvidia-pytriton wheel is used
+(0.7 has Triton 24.10). It needs a folder of backends, put together from parts of the wheel, and this environment's
+Python first on PATH, because its stub uses the first interpreter on PATH.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ class TritonRelease:
     """A Triton release.
 
     Attributes:
-        container: tag of the official container.
-        version: major and minor version of its tritonserver.
+        container: the tag of the official container.
+        version: the major and minor version of its tritonserver.
         is_secure: whether it has the security fixes for a server that other machines can reach.
-        has_numpy_2: whether the stub of its Python backend was built for numpy 2. It then works with numpy 1, too.
+        has_numpy_2: whether the stub of its Python backend was built for numpy 2, and so works with numpy 1 and 2.
     """
 
     container: str
@@ -45,10 +45,10 @@ TRITON_RELEASES = (
 
 
 def triton_release(version: str) -> TritonRelease:
-    """The entry for a server: the newest one that is not newer than the server. If all are newer, the oldest.
+    """The entry for a server: the newest one that is not newer than the server, or else the oldest one.
 
     Args:
-        version: of the server, as it says it, such as "2.51.0".
+        version: the version that the server reports, such as "2.51.0".
     """
     major, minor = map(int, version.split(".")[:2])
     older = (release for release in TRITON_RELEASES if release.version <= (major, minor))
@@ -69,9 +69,9 @@ class Installation:
     """A tritonserver on this machine.
 
     Attributes:
-        program: its path.
+        program: the path of tritonserver.
         environment: the environment variables that it needs.
-        backends: the folder of its backends. None: it finds its own.
+        backends: the folder of its backends, or None if it finds its own.
     """
 
     program: Path
@@ -80,13 +80,13 @@ class Installation:
 
 
 def find_tritonserver(stack: contextlib.ExitStack) -> Installation:
-    """The tritonserver on PATH, or else the one of nvidia-pytriton.
+    """The tritonserver on PATH, or else that of nvidia-pytriton.
 
     Args:
         stack: removes the folder of backends when it is closed.
 
     Raises:
-        TritonserverFailed: there is neither, or something that it needs is missing.
+        TritonserverFailed: neither exists, or a part of the installation is missing.
     """
     if program := shutil.which("tritonserver"):
         return Installation(Path(program), {}, None)
@@ -114,7 +114,7 @@ def _bundled(package: Path, backends: Path) -> Installation:
         )
     backend = backends / "python"
     shutil.copytree(triton / "backends" / "python", backend)
-    Path(shutil.copy(stub, backend)).chmod(0o700)  # Triton's own try is left out: serving/server/process_setup.py
+    Path(shutil.copy(stub, backend)).chmod(0o700)  # serving/server/process_setup.py skips Triton's own attempt
     libraries = [package.parent / "nvidia_pytriton.libs", _libpython_folder(python)]
     inherited = os.environ.get("LD_LIBRARY_PATH")
     return Installation(

@@ -1,11 +1,11 @@
-"""The processes of a server's Python models. Triton calls such a process a stub.
+"""The processes of a server's Python models, which Triton calls stubs.
 
-Run with Triton 24.10, which does not notice that a stub died. The source of 26.04 was read: its stubs have the same
-name and arguments.
+Tested with Triton 24.10, which does not notice that a stub died. According to its source, the stubs of 26.04 have the
+same name and arguments.
 
-Busy or idle: a stub has a byte in memory that says whether it is answering requests now
-(`serving.backend.process_health`). `tbe-serve run` reads it while it stops, because tritonserver may wait for
-requests that it has lost. It is read through proc(5), is no file of a file system, and disappears with its process.
+A stub has a byte in memory that says whether it is answering requests (`serving.backend.process_health`). A stopping
+`tbe-serve run` reads it through proc(5), because tritonserver may wait for requests that it has lost. The byte is not
+in a file, and disappears with its process.
 """
 
 import os
@@ -24,7 +24,7 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """The process of one instance of a model's version. `bundle` is the version's folder."""
+    """The process of an instance of a model's version. `bundle` is the version's folder."""
 
     model: str
     version: int
@@ -32,12 +32,12 @@ class Stub:
     bundle: Path
 
     def kill(self) -> None:
-        """Kill it, unless it has ended."""
+        """Kill the process, unless it has ended."""
         with suppress(psutil.Error):
             self.process.kill()
 
     def is_busy(self) -> bool:
-        """Whether it is answering a request. False of a process that has ended, or that belongs to another user."""
+        """Whether it is answering a request; False if the process has ended or belongs to another user."""
         opened = Path("/proc") / str(self.process.pid) / "fd"
         with suppress(OSError):
             for link in opened.iterdir():
@@ -47,11 +47,11 @@ class Stub:
         return False
 
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP stopped it. A stop by a debugger does not count: proc_pid_stat(5)."""
+        """Whether a signal such as SIGSTOP stopped the process. Debuggers do not count: proc_pid_stat(5)."""
         return _proc(self.process, "stat").rpartition(")")[2].split()[:1] == ["T"]
 
     def page_reads(self) -> int:
-        """How often it waited for the disk: its major faults, the tenth field after the name in proc_pid_stat(5)."""
+        """How often the process waited for the disk: its major faults, proc_pid_stat(5)."""
         fields = _proc(self.process, "stat").rpartition(")")[2].split()
         return int(fields[9]) if fields else 0
 
