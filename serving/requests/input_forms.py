@@ -1,6 +1,6 @@
 """The forms in which our clients take the ids of a feature, and dense inputs, in one table.
 
-A new form is an entry of `INPUT_FORMS`, its type in `FeatureInput`, and its row in docs/protocol.md, which a test
+A new form is an entry of `INPUT_FORMS`, its type in `FeatureInput`, and its row in docs/input-forms.md, which a test
 compares with the table.
 """
 
@@ -66,7 +66,7 @@ class InputForm:
     """A form of inputs. The first form in the table that recognises an input converts it.
 
     Attributes:
-        name: what docs/protocol.md calls it.
+        name: what docs/input-forms.md calls it.
         written: how it is written, for error messages.
         recognise: whether ids are in this form.
         convert: the ids as `JaggedInput`. Raises ValueError if they are not right.
