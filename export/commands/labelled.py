@@ -53,11 +53,12 @@ class LabelledOptions:
     def recommended(self, study: DtypeStudy) -> str:
         """The text of the settings file for `tbe-export model --config` that `study` recommends."""
         bundle = study.recommended
-        loss = bundle.measured.auc
+        on, rows = ("labelled", study.choosing) if study.held_out is None else ("held-out", study.held_out)
+        loss = (bundle.held_out or bundle.measured).auc
         dtypes = {glob.escape(table): dtype for table, dtype in bundle.dtypes.items()}
         return (
             f"# AUC {loss.auc:.5f}, a loss of {loss.loss:.5f} ({loss.low:.5f} to {loss.high:.5f}), "
-            f"on {study.rows} labelled rows.\n" + written_settings({**self.settings, "dtype": dtypes})
+            f"on {rows.rows} {on} rows.\n" + written_settings({**self.settings, "dtype": dtypes})
         )
 
 

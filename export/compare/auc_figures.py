@@ -18,6 +18,7 @@ _LOOKS = {
     "fp32": ("#000000", "o"),
 }
 _GREY = "#8C8C8C"
+_PINK = "#CC79A7"
 
 
 def draw_bundles(study: DtypeStudy, width: float, keys: int) -> Figure:
@@ -30,14 +31,17 @@ def draw_bundles(study: DtypeStudy, width: float, keys: int) -> Figure:
     for dtype, measured in study.bundles.items():
         colour, marker = _LOOKS[dtype]
         _draw_over_bytes(axes, exact, [measured], f"all {dtype}", colour, marker)
-    best = study.recommended.measured
+    recommended = study.recommended
+    if recommended.held_out is not None:
+        _draw_over_bytes(axes, exact, [recommended.held_out], "recommended, held-out rows", _PINK, "x")
+    best = recommended.measured
     axes.plot(
         [best.bytes / exact],
         [best.auc.loss],
         "o",
         markersize=13,
         fillstyle="none",
-        color="#CC79A7",
+        color=_PINK,
         mew=2,
         label="recommended",
     )

@@ -33,12 +33,31 @@ class Candidate:
     Attributes:
         dtypes: the dtype of each table.
         estimate: the AUC that it is expected to lose, by which candidates are ordered.
-        measured: its bytes, and the AUC that it loses.
+        measured: its bytes, and the AUC that it loses on the rows that choose.
+        held_out: the same, on the held-out rows. None: no rows are held out.
     """
 
     dtypes: Dtypes
     estimate: float
     measured: Measured
+    held_out: Measured | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The bundle to recommend.
+
+    Attributes:
+        best: the bundle.
+        ended_by: the smaller one that ended the search, because it may lose more than the limit. None: all may be
+            recommended.
+        contradicted: smaller ones, the smallest first, that the choosing rows would recommend, and that lose more
+            than the limit on the held-out rows.
+    """
+
+    best: Candidate
+    ended_by: Candidate | None
+    contradicted: Sequence[Candidate]
 
 
 def widening_steps(options: Mapping[str, Sequence[TableOption]]) -> list[tuple[dict[str, WeightDtype], float]]:
@@ -81,20 +100,31 @@ def _hull(options: Sequence[TableOption]) -> list[TableOption]:
     return hull
 
 
-def choose(candidates: Sequence[Candidate], exact: Candidate, limit: float) -> tuple[Candidate, Candidate | None]:
-    """The smallest bundle that is certain to keep to a limit.
+def choose(candidates: Sequence[Candidate], exact: Candidate, limit: float) -> Choice:
+    """The smallest bundle that is certain to keep to a limit, and that the held-out rows do not contradict.
 
     As in a fixed-sequence test, candidates are tested in order of their estimates, the least first, and the first
     that may lose more than the limit ends the search. So no bundle is picked because it was the luckiest of many.
+    If its whole interval on the held-out rows is above the limit, it is left out, and the search is repeated.
 
     Args:
         candidates: in any order.
         exact: the bundle whose rows are the trained ones, which is recommended if no other is certain.
         limit: the most AUC that may be lost.
-
-    Returns:
-        The bundle, and the smaller one that ended the search, if one did.
     """
+    contradicted: list[Candidate] = []
+    while True:
+        best, ended_by = _smallest_certain(candidates, exact, limit)
+        if best is exact or best.held_out is None or best.held_out.auc.low <= limit:
+            return Choice(best, ended_by, contradicted)
+        contradicted.append(best)
+        candidates = [candidate for candidate in candidates if candidate.dtypes != best.dtypes]
+
+
+def _smallest_certain(
+    candidates: Sequence[Candidate], exact: Candidate, limit: float
+) -> tuple[Candidate, Candidate | None]:
+    """The smallest bundle that is certain by the rows that choose, and the one that ended the search, if one did."""
     best = exact
     for candidate in sorted(candidates, key=lambda candidate: (candidate.estimate, -candidate.measured.bytes)):
         if candidate.measured.bytes >= best.measured.bytes:

@@ -40,7 +40,7 @@ class AucLoss(msgspec.Struct, frozen=True):
     """The AUC of some scores.
 
     Attributes:
-        auc: on the labelled rows, in [0, 1].
+        auc: on some labelled rows, in [0, 1].
         loss: the trained model's AUC minus this one. Negative: this one is larger.
         low, high: the interval of `loss`.
     """
@@ -52,7 +52,7 @@ class AucLoss(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """A bundle on the labelled rows.
+    """A bundle on some labelled rows.
 
     Attributes:
         bytes: stored bytes of all tables.
@@ -66,10 +66,32 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class MeasuredBundle(msgspec.Struct, frozen=True):
-    """A bundle with a dtype for each table, in small letters, on the labelled rows."""
+    """A bundle with a dtype for each table.
+
+    Attributes:
+        dtypes: the dtype of each table, in small letters.
+        measured: on the rows that choose.
+        held_out: on the held-out rows. None: no rows are held out.
+    """
 
     dtypes: dict[str, str]
     measured: Measured
+    held_out: Measured | None
+
+
+class ComparedRows(msgspec.Struct, frozen=True):
+    """Labelled rows, and the trained model on them.
+
+    Attributes:
+        rows: number of rows.
+        ones: how many of them are labelled 1.
+        trained_auc, trained_log_loss: of the trained model.
+    """
+
+    rows: int
+    ones: int
+    trained_auc: float
+    trained_log_loss: float
 
 
 class DtypeStudy(msgspec.Struct, frozen=True):
@@ -79,10 +101,10 @@ class DtypeStudy(msgspec.Struct, frozen=True):
         labelled: the file or folder with the rows.
         label: the column with the labels. None: JSON lines, which have them.
         output: the output that is compared with the labels.
-        rows: number of rows.
-        ones: how many of them are labelled 1.
-        trained_auc, trained_log_loss: of the trained model.
-        runs_model: whether these are of the model's own forward. If not, they are of a bundle with FP32 rows.
+        choosing: the rows that choose the bundle to recommend: half of all. `bundles`, `tables` and
+            `MeasuredBundle.measured` are of these rows.
+        held_out: the other half, which confirms it. None: there are too few rows for halves, and all choose.
+        runs_model: whether the trained model is its own forward. If not, it is a bundle with FP32 rows.
         is_sigmoid: whether log loss is of the sigmoid of scores, because some score is outside [0, 1].
         max_auc_loss: the most AUC that the recommended bundle may lose.
         confidence: how likely an interval holds the true loss, in [0, 1].
@@ -90,17 +112,17 @@ class DtypeStudy(msgspec.Struct, frozen=True):
         tables: one table in a dtype and all others in FP32, by table and dtype.
         refusals: why a table cannot have a dtype, by table and dtype.
         steps: bundles from the smallest to all tables in FP32, of which one is recommended.
-        recommended: the smallest bundle whose loss is certain to keep to the limit.
+        contradicted: smaller bundles that the choosing rows would recommend, and that lose more than the limit on the
+            held-out rows.
+        recommended: the smallest bundle whose loss is certain to keep to the limit, and that is not contradicted.
         reason: why.
     """
 
     labelled: str
     label: str | None
     output: str
-    rows: int
-    ones: int
-    trained_auc: float
-    trained_log_loss: float
+    choosing: ComparedRows
+    held_out: ComparedRows | None
     runs_model: bool
     is_sigmoid: bool
     max_auc_loss: float
@@ -109,5 +131,6 @@ class DtypeStudy(msgspec.Struct, frozen=True):
     tables: dict[str, dict[str, Measured]]
     refusals: dict[str, dict[str, str]]
     steps: list[MeasuredBundle]
+    contradicted: list[MeasuredBundle]
     recommended: MeasuredBundle
     reason: str

@@ -1,9 +1,7 @@
 """Measure the AUC that dtypes cost on labelled rows, and recommend a dtype for each table."""
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +11,14 @@ from typing import TypeVar
 import numpy as np
 
 from export.batchability.differences import Numbers
-from export.compare.auc_loss import CONFIDENCE, PairedAuc
-from export.compare.choose_dtypes import Candidate, Dtypes, TableOption, choose, widening_steps
+from export.compare.auc_loss import CONFIDENCE
+from export.compare.choose_dtypes import Candidate, Choice, Dtypes, TableOption, choose, widening_steps
 from export.compare.dtype_scores import DtypeScorer, StoredDtype, choose_output, store_dtype
 from export.compare.dtype_study import DtypeOptions, DtypeStudy, Measured, MeasuredBundle
+from export.compare.halves import LEAST_ROWS, Comparison
 from export.compare.labelled_rows import LabelledBatch, LabelledColumns
 from export.prepare import Prepared
 from export.scores.labelled_requests import Labels
-from export.scores.log_loss import are_probabilities, log_loss_of
 from serving.bundle.formats import WeightDtype
 from serving.errors import ConfigurationError
 from serving.files import as_text
@@ -28,8 +26,6 @@ from serving.files import as_text
 EXACT = WeightDtype.FP32
 # A bundle is not measured if it is expected to lose more than this many times the limit.
 _HOPELESS = 4.0
-# Fewest rows of each label with which a smaller bundle is recommended: with fewer, the intervals are too narrow.
-LEAST_ROWS = 10
 
 Show = Callable[[str, int, int], None]
 T = TypeVar("T")
@@ -38,9 +34,10 @@ T = TypeVar("T")
 def measure_dtypes(prepared: Prepared, options: DtypeOptions, show: Show = lambda *_: None) -> DtypeStudy:
     """Measure every dtype on labelled rows, for all tables and for each alone; then the bundles that may be smallest.
 
-    The rows are read twice: once for the dtypes, and once for these bundles. On the disk, the tables take the bytes
-    of all dtypes together: 8 for each element at most. Memory is 4 bytes for each row and bundle of a pass, or 8
-    while they are joined, and 200 for each row.
+    Half of the rows chooses the bundle to recommend, and the other half confirms it. The rows are read twice: once
+    for the dtypes, and once for these bundles. On the disk, the tables take the bytes of all dtypes together: 8 for
+    each element at most. Memory is 4 bytes for each row and bundle of a pass, or 8 while they are joined, and 200 for
+    each row.
 
     Args:
         prepared: the model, with scores and FP32 tables.
@@ -119,43 +116,6 @@ def _score_rows(
 ScoreRows = Callable[[str, Sequence[Dtypes]], _ScoredRows]
 
 
-class _Comparison:
-    """Bundles beside the trained model, on the same rows.
-
-    Args:
-        prepared: the model.
-        labels: bool [n].
-        trained: the trained model's scores [n].
-
-    Raises:
-        ConfigurationError: all labels are the same.
-    """
-
-    def __init__(self, prepared: Prepared, labels: Labels, trained: Numbers) -> None:
-        if labels.all() or not labels.any():
-            raise ConfigurationError(
-                f"labelled: expected rows labelled 0 and rows labelled 1, all {labels.size} are {int(labels[0])}"
-            )
-        self.labels = labels
-        self.is_sigmoid = not are_probabilities(trained)
-        self.trained_log_loss = log_loss_of(trained, labels, is_sigmoid=self.is_sigmoid)
-        self.paired = PairedAuc(labels, trained)
-        self._tables = prepared.manifest.tables
-
-    def measure(self, bundles: Sequence[Dtypes], scores: Sequence[Numbers]) -> list[Measured]:
-        """Each of the bundles, by its scores [n]."""
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # numpy sorts and adds without the GIL
-            losses = [*pool.map(self.paired.loss_of, scores)]
-        return [
-            Measured(
-                sum(table.rows * dtypes[table.name].row_bytes(table.dim) for table in self._tables),
-                loss,
-                log_loss_of(scores_of_bundle, self.labels, is_sigmoid=self.is_sigmoid),
-            )
-            for dtypes, scores_of_bundle, loss in zip(bundles, scores, losses, strict=True)
-        ]
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _MeasuredDtypes:
     """What the first pass over the rows measured.
@@ -163,13 +123,13 @@ class _MeasuredDtypes:
     Attributes:
         comparison: compares with the trained model.
         runs_model: whether that is its own forward, or a bundle with FP32 rows.
-        whole: all tables in one dtype.
-        alone: one table in a dtype and all others in FP32, by table and dtype.
+        whole: all tables in one dtype, by dtype.
+        alone: one table in a dtype and all others in FP32, by table and dtype, on the choosing rows.
     """
 
-    comparison: _Comparison
+    comparison: Comparison
     runs_model: bool
-    whole: Mapping[WeightDtype, Measured]
+    whole: Mapping[WeightDtype, Candidate]
     alone: Mapping[str, Mapping[WeightDtype, Measured]]
 
 
@@ -191,14 +151,24 @@ def _measure_dtypes(
     ]
     scored = score_rows("scoring in each dtype", bundles)
     trained = scored.by_bundle[whole.index(EXACT)] if scored.by_model is None else scored.by_model
-    comparison = _Comparison(prepared, scored.labels, trained)
-    measured = comparison.measure(bundles, scored.by_bundle)
+    comparison = Comparison(prepared.manifest.tables, scored.labels, trained)
+    measured = comparison.choosing.measure(bundles, scored.by_bundle)
     by_table: dict[str, dict[WeightDtype, Measured]] = {table: {} for table in tables}
     for (table, dtype), measured_alone in zip(alone, measured[len(whole) :], strict=True):
         by_table[table][dtype] = measured_alone
+    estimates = [max(of_bundle.auc.loss, 0.0) for of_bundle in measured]
+    held_out = _held_out(comparison, bundles[: len(whole)], scored.by_bundle[: len(whole)])
+    candidates = map(Candidate, bundles, estimates, measured, held_out)  # ends with `held_out`
     return _MeasuredDtypes(
-        comparison, scored.by_model is not None, dict(zip(whole, measured, strict=False)), by_table
+        comparison, scored.by_model is not None, dict(zip(whole, candidates, strict=True)), by_table
     )
+
+
+def _held_out(
+    comparison: Comparison, bundles: Sequence[Dtypes], scores: Sequence[Numbers]
+) -> Sequence[Measured | None]:
+    """Each of the bundles on the held-out rows, if there are any."""
+    return [None] * len(bundles) if comparison.held_out is None else comparison.held_out.measure(bundles, scores)
 
 
 def _measure_candidates(
@@ -215,12 +185,10 @@ def _measure_candidates(
     steps = [(step, estimate) for step, estimate in widening_steps(table_options) if estimate <= most]
     bundles = [step for step, _ in steps]
     scored = score_rows("scoring the smallest bundles", bundles)
-    return [
-        Candidate(step, estimate, measured)
-        for (step, estimate), measured in zip(
-            steps, dtypes.comparison.measure(bundles, scored.by_bundle), strict=True
-        )
-    ]
+    estimates = [estimate for _, estimate in steps]
+    measured = dtypes.comparison.choosing.measure(bundles, scored.by_bundle)
+    held_out = _held_out(dtypes.comparison, bundles, scored.by_bundle)
+    return [*map(Candidate, bundles, estimates, measured, held_out)]
 
 
 def _study(
@@ -231,49 +199,57 @@ def _study(
     candidates: Sequence[Candidate],
 ) -> DtypeStudy:
     comparison, exact = dtypes.comparison, candidates[-1]
-    rows, ones = comparison.labels.size, int(comparison.labels.sum())
-    whole = [
-        Candidate(dict.fromkeys(exact.dtypes, dtype), max(measured.auc.loss, 0.0), measured)
-        for dtype, measured in dtypes.whole.items()
-    ]
-    if min(ones, rows - ones) < LEAST_ROWS:
-        best = exact
-        reason = f"{LEAST_ROWS} rows of each label are needed to tell, {min(ones, rows - ones)} have the rarer one"
-    else:
-        best, ended_by = choose([*candidates, *whole], exact, options.max_auc_loss)
-        reason = _reason(best, ended_by, exact)
+    choice = Choice(exact, None, [])
+    if comparison.held_out is not None:
+        choice = choose([*candidates, *dtypes.whole.values()], exact, options.max_auc_loss)
     return DtypeStudy(
         labelled=as_text(str(options.rows.path)),
         label=options.rows.label,
         output=columns.output,
-        rows=rows,
-        ones=ones,
-        trained_auc=comparison.paired.trained_auc,
-        trained_log_loss=comparison.trained_log_loss,
+        choosing=comparison.choosing.compared,
+        held_out=None if comparison.held_out is None else comparison.held_out.compared,
         runs_model=dtypes.runs_model,
         is_sigmoid=comparison.is_sigmoid,
         max_auc_loss=options.max_auc_loss,
         confidence=CONFIDENCE,
-        bundles=_by_name(dtypes.whole),
+        bundles=_by_name({dtype: candidate.measured for dtype, candidate in dtypes.whole.items()}),
         tables={table: _by_name(measured) for table, measured in dtypes.alone.items()},
         refusals={
             table: _by_name({d: s.refusals[table] for d, s in stored.items() if table in s.refusals})
             for table in exact.dtypes
         },
         steps=[_bundle(candidate) for candidate in candidates],
-        recommended=_bundle(best),
-        reason=reason,
+        contradicted=[_bundle(candidate) for candidate in choice.contradicted],
+        recommended=_bundle(choice.best),
+        reason=_reason(choice, exact, comparison, options.max_auc_loss),
     )
 
 
-def _reason(best: Candidate, ended_by: Candidate | None, exact: Candidate) -> str:
-    if ended_by is None:
-        return "no smaller bundle was found"
-    loss = ended_by.measured.auc
-    smaller = f"the next smaller bundle may lose more: {loss.loss:.5f} ({loss.low:.5f} to {loss.high:.5f})"
-    if best is exact:
-        return f"no smaller bundle is certain to: {smaller}: more rows make this interval narrower"
-    return smaller
+def _reason(choice: Choice, exact: Candidate, comparison: Comparison, limit: float) -> str:
+    """Why no smaller bundle is recommended, and whether the held-out rows confirm this one."""
+    if comparison.held_out is None:
+        rows, ones = comparison.choosing.compared.rows, comparison.choosing.compared.ones
+        return (
+            f"the halves of these rows are too small to choose on one and to confirm on the other: {2 * LEAST_ROWS} "
+            f"rows of each label are needed, {min(ones, rows - ones)} have the rarer one"
+        )
+    best, ended_by = choice.best, choice.ended_by
+    reasons = []
+    if choice.contradicted:
+        reasons.append("so does a smaller bundle, which the held-out rows contradict")
+    if ended_by is not None:
+        start = "no smaller bundle is certain to: " if best is exact and not choice.contradicted else ""
+        loss = ended_by.measured.auc
+        end = ": more rows make this interval narrower" if best is exact else ""
+        reasons.append(
+            f"{start}the next smaller bundle may lose more: {loss.loss:.5f} ({loss.low:.5f} to {loss.high:.5f}){end}"
+        )
+    if best is not exact and best.held_out is not None and best.held_out.auc.high > limit:
+        reasons.append(
+            f"the held-out rows cannot confirm it: their interval reaches {best.held_out.auc.high:.5f}: more rows "
+            "make it narrower"
+        )
+    return "; ".join(reasons) or "no smaller bundle was found"
 
 
 def _by_name(by_dtype: Mapping[WeightDtype, T]) -> dict[str, T]:
@@ -282,5 +258,7 @@ def _by_name(by_dtype: Mapping[WeightDtype, T]) -> dict[str, T]:
 
 def _bundle(candidate: Candidate) -> MeasuredBundle:
     return MeasuredBundle(
-        {table: dtype.value.lower() for table, dtype in candidate.dtypes.items()}, candidate.measured
+        {table: dtype.value.lower() for table, dtype in candidate.dtypes.items()},
+        candidate.measured,
+        candidate.held_out,
     )

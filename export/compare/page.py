@@ -12,7 +12,7 @@ import msgspec
 from markupsafe import Markup
 
 from export.compare.auc_figures import MOST_TABLES
-from export.compare.dtype_study import DtypeStudy, Measured
+from export.compare.dtype_study import DtypeStudy, Measured, MeasuredBundle
 from export.compare.figures import NARROW, WIDE, Picture, draw
 from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
 from export.values import size_text
@@ -70,7 +70,7 @@ def findings(study: Study) -> Iterator[str]:
             f"({_ms(one.latency_s.low)}–{_ms(one.latency_s.high)} beside the placements) and holds "
             f"{size_text(one.largest_rank_bytes)}."
         )
-    first = next(iter(study.one_rank))
+    first = next(iter(study.one_rank), None)
     for verdict in study.verdicts:
         if verdict.dtype == first:
             yield _fastest(study, verdict)
@@ -85,28 +85,50 @@ def findings(study: Study) -> Iterator[str]:
 
 def _dtype_findings(study: DtypeStudy) -> Iterator[str]:
     exact = study.bundles["fp32"].bytes
-    best = study.recommended.measured
-    yield (
-        f"Recommended dtypes: {_by_dtype(study)}: {size_text(best.bytes)}, {best.bytes / exact:.0%} of FP32. "
-        f"{_loss(best)}; the trained model's is {_score(study.trained_auc)}, on {study.rows:,} labelled rows. "
-        f"It keeps to {study.max_auc_loss:g}; {study.reason}."
+    best, choosing = study.recommended, study.choosing
+    start = (
+        f"Recommended dtypes: {_by_dtype(best)}: {size_text(best.measured.bytes)}, "
+        f"{best.measured.bytes / exact:.0%} of FP32."
     )
+    if best.held_out is None or study.held_out is None:
+        yield (
+            f"{start} {_loss(best.measured)}; the trained model's is {_score(choosing.trained_auc)}, on "
+            f"{choosing.rows:,} labelled rows. Nothing smaller is recommended: {study.reason}."
+        )
+    else:
+        yield (
+            f"{start} {_loss(best.held_out)}; the trained model's is {_score(study.held_out.trained_auc)}, on "
+            f"{study.held_out.rows:,} held-out rows. The other {choosing.rows:,} rows chose it. On these it loses "
+            f"{_interval(best.measured)} and keeps to {study.max_auc_loss:g}; {study.reason}."
+        )
+    for bundle in study.contradicted:
+        if bundle.held_out is not None:
+            yield (
+                f"Not recommended: {_by_dtype(bundle)}: {size_text(bundle.measured.bytes)}. It loses "
+                f"{_interval(bundle.measured)} on the choosing rows, but {_interval(bundle.held_out)} on the "
+                "held-out rows."
+            )
+    on = "" if study.held_out is None else " on the choosing rows"
     for dtype, measured in study.bundles.items():
         if dtype != "fp32":
-            yield f"All tables as {dtype}: {size_text(measured.bytes)}. {_loss(measured)}."
+            yield f"All tables as {dtype}: {size_text(measured.bytes)}. {_loss(measured)}{on}."
 
 
-def _by_dtype(study: DtypeStudy) -> str:
-    """The tables by their recommended dtype."""
+def _by_dtype(bundle: MeasuredBundle) -> str:
+    """The tables of a bundle by their dtype."""
     tables: dict[str, list[str]] = {}
-    for table, dtype in study.recommended.dtypes.items():
+    for table, dtype in bundle.dtypes.items():
         tables.setdefault(dtype, []).append(table)
     return ", ".join(f"{dtype} for {_listed(names)}" for dtype, names in tables.items())
 
 
 def _loss(measured: Measured) -> str:
+    return f"AUC {measured.auc.auc:.5f}, a loss of {_interval(measured)}"
+
+
+def _interval(measured: Measured) -> str:
     loss = measured.auc
-    return f"AUC {loss.auc:.5f}, a loss of {_score(loss.loss)} ({_score(loss.low)} to {_score(loss.high)})"
+    return f"{_score(loss.loss)} ({_score(loss.low)} to {_score(loss.high)})"
 
 
 def _fastest(study: Study, verdict: Verdict) -> str:
@@ -176,7 +198,7 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
         findings=list(findings(study)),
         fastest={(verdict.measure, verdict.ranks, verdict.dtype): verdict.fastest for verdict in study.verdicts},
         floats=sum(4 * table.rows * table.dim for table in study.tables.values()),
-        first_dtype=next(iter(study.one_rank)),
+        first_dtype=next(iter(study.one_rank), None),
         most_tables=MOST_TABLES,
         made_at=datetime.fromtimestamp(study.made_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         # "</script>" in a table's name must not end the element.

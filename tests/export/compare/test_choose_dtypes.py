@@ -52,11 +52,19 @@ def test_no_bundle_is_smaller_and_loses_less_than_a_step(losses: list[dict[str, 
         assert not [1 for bytes_, other in combinations if bytes_ < size and other < loss - 1e-9]
 
 
-def candidate(size: int, estimate: float, high: float) -> Candidate:
-    return Candidate({"t": FP32}, estimate, Measured(size, AucLoss(0.7, estimate, -high, high), 0.6))
+def candidate(size: int, estimate: float, high: float, held_out: tuple[float, float] = (0, 0)) -> Candidate:
+    """`held_out`: the interval on the held-out rows."""
+    low, high_held_out = held_out
+    return Candidate(
+        {f"t{size}": FP32},
+        estimate,
+        Measured(size, AucLoss(0.7, estimate, -high, high), 0.6),
+        Measured(size, AucLoss(0.7, (low + high_held_out) / 2, low, high_held_out), 0.6),
+    )
 
 
 EXACT = candidate(100, 0, 0)
+LIMIT = 0.005
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,34 @@ EXACT = candidate(100, 0, 0)
 def test_the_smallest_that_is_certain_is_chosen(
     candidates: list[tuple[int, float, float]], size: int, ended_by: int | None
 ) -> None:
-    best, failed = choose([candidate(*numbers) for numbers in reversed(candidates)] + [EXACT], EXACT, 0.005)
-    assert best.measured.bytes == size
-    assert (None if failed is None else failed.measured.bytes) == ended_by
+    choice = choose([candidate(*numbers) for numbers in reversed(candidates)] + [EXACT], EXACT, LIMIT)
+    assert choice.best.measured.bytes == size
+    assert (None if choice.ended_by is None else choice.ended_by.measured.bytes) == ended_by
+    assert choice.contradicted == []
+
+
+ABOVE, AROUND, BELOW = (0.006, 0.009), (0.004, 0.009), (0.001, 0.004)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "size", "contradicted"),
+    [
+        pytest.param({30: ABOVE, 50: BELOW}, 50, [30], id="the next one is larger"),
+        pytest.param({30: ABOVE, 50: ABOVE}, 100, [30, 50], id="none is left"),
+        pytest.param({30: AROUND, 50: BELOW}, 30, [], id="noise contradicts nothing"),
+        pytest.param({30: BELOW, 50: ABOVE}, 30, [], id="larger ones do not count"),
+    ],
+)
+def test_what_the_held_out_rows_contradict_is_not_chosen(
+    held_out: dict[int, tuple[float, float]], size: int, contradicted: list[int]
+) -> None:
+    candidates = [candidate(size, 0.001 * (60 - size), 0.004, interval) for size, interval in held_out.items()]
+    choice = choose([*candidates, EXACT], EXACT, LIMIT)
+    assert choice.best.measured.bytes == size
+    assert [bundle.measured.bytes for bundle in choice.contradicted] == contradicted
+
+
+def test_a_larger_bundle_that_was_skipped_takes_the_place_of_a_contradicted_one() -> None:
+    """It was not tested, because a smaller one with less loss was certain."""
+    chosen, skipped = candidate(30, 0.0, 0.004, ABOVE), candidate(50, 0.001, 0.004, BELOW)
+    assert choose([chosen, skipped, EXACT], EXACT, LIMIT).best is skipped

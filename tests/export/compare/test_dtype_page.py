@@ -50,8 +50,8 @@ def test_the_page_shows_the_numbers_of_each_dtype(page: Page, study: Any) -> Non
     cells = page.eval_on_selector_all(
         "[data-key^=dtype_study]", "cells => cells.map(cell => [cell.dataset.key, cell.innerText])"
     )
-    # The trained model; the recommended bundle and those of five dtypes; four dtypes of two tables.
-    assert len(cells) == 2 + 6 * 6 + 2 * 4 * 5
+    # The trained model and the recommended bundle on each half; those of five dtypes; four dtypes of two tables.
+    assert len(cells) == 2 * (2 + 6) + 5 * 6 + 2 * 4 * 5
     for key, shown in cells:
         value: Any = study
         for part in key.split("/"):
@@ -60,7 +60,8 @@ def test_the_page_shows_the_numbers_of_each_dtype(page: Page, study: Any) -> Non
             assert float(re.sub(r"[^0-9.]", "", shown)) * 1e3 == pytest.approx(value, rel=0.02), key
         else:
             assert shown == f"{round(value, 5) + 0.0:.5f}", key
-    assert page.locator("#auc tbody tr").count() == 1 + 6
+    assert page.locator("#auc tbody tr").count() == 2 * 2 + 5
+    assert page.locator("#auc tbody tr", has_text="held-out rows").count() == 2
     assert page.locator("code", has_text="day <b>&.parquet").count() >= 1  # a name is text, not markup
     assert "recommended.toml" in page.inner_text("body")
 

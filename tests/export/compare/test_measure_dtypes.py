@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from torchmetrics.functional.classification import binary_auroc
 from export import ExportConfig, WeightDtype, export_model
 from export.compare.dtype_scores import DtypeScorer, store_dtype
 from export.compare.dtype_study import DtypeOptions, DtypeStudy
+from export.compare.halves import split_rows
 from export.compare.labelled_rows import LabelledBatch, LabelledRows
 from export.compare.measure_dtypes import measure_dtypes
 from export.prepare import Prepared, prepare
@@ -62,16 +64,24 @@ def test_the_table_that_matters_stays_wide_and_the_other_is_shrunk(study: DtypeS
     assert study.recommended.dtypes == {"matters": "int8", "idle": "int2"}
     assert study.recommended.measured.bytes == ROWS * (8 + 4) + ROWS * (2 + 4)
     assert study.recommended.measured.auc.high <= LIMIT
+    assert study.recommended.held_out is not None
+    assert study.recommended.held_out.auc.high <= LIMIT
+    assert study.contradicted == []
     assert study.tables["matters"]["int4"].auc.low > 0.01
     for alone in study.tables["idle"].values():
         assert alone.auc.high < LIMIT
     assert study.bundles["int4"].auc.low > 0.01
     assert "the next smaller bundle may lose more" in study.reason
-    assert (study.rows, study.runs_model, study.is_sigmoid) == (6000, True, True)
+    assert study.held_out is not None
+    assert (study.choosing.rows, study.held_out.rows) == (3000, 3000)
+    assert abs(study.choosing.ones - study.held_out.ones) <= 1
+    assert (study.runs_model, study.is_sigmoid) == (True, True)
 
 
 def auc_of_engine(bundle: Path, day: Path, output: str) -> float:
+    """On the rows that choose."""
     table = pq.read_table(day)
+    table = table.take(split_rows(table["click"].to_numpy() == 1)[0])
     scores = Engine.open(bundle).score({name: table[name] for name in ("matters_id", "idle_id")})[output]
     labels = torch.from_numpy(table["click"].to_numpy()).long()
     return float(binary_auroc(torch.from_numpy(scores).double().reshape(-1).sigmoid(), labels))
@@ -88,17 +98,53 @@ def test_figures_are_those_of_exported_bundles(study: DtypeStudy, day: Path, tmp
     ):
         bundle = export_model(build(), tmp_path, name, ExportConfig(scores=True, dtype=dtypes))
         assert result.auc.auc == pytest.approx(auc_of_engine(bundle, day, "scores"), abs=1e-6)
-        assert result.auc.loss == study.trained_auc - result.auc.auc
+        assert result.auc.loss == study.choosing.trained_auc - result.auc.auc
 
 
 def test_few_rows_recommend_nothing_narrower_than_they_can_tell(tmp_path: Path) -> None:
-    few = measured(write_labelled(tmp_path / "few.parquet", 60), max_auc_loss=0.0005)
+    few = measured(write_labelled(tmp_path / "few.parquet", 90), max_auc_loss=0.0005)
     assert set(few.recommended.dtypes.values()) == {"fp32"}
     assert few.reason.startswith("no smaller bundle is certain to")
     assert "more rows make this interval narrower" in few.reason
-    fewer = measured(write_labelled(tmp_path / "fewer.parquet", 15), max_auc_loss=0.5)
+    fewer = measured(write_labelled(tmp_path / "fewer.parquet", 35), max_auc_loss=0.5)
     assert set(fewer.recommended.dtypes.values()) == {"fp32"}
-    assert "10 rows of each label are needed" in fewer.reason
+    assert fewer.reason.startswith("the halves of these rows are too small")
+    assert "20 rows of each label are needed" in fewer.reason
+    assert (fewer.choosing.rows, fewer.held_out, fewer.recommended.held_out) == (35, None, None)
+
+
+def scores_of_ids(dtype: WeightDtype, folder: Path) -> npt.NDArray[np.float64]:
+    """The planted model's score of each id of `matters`, beside id 0 of `idle`, [ROWS]."""
+    bundle = export_model(build(), folder, dtype.value, ExportConfig(scores=True, dtype={"*": dtype}))
+    ids = {"matters_id": np.arange(ROWS), "idle_id": np.zeros(ROWS, np.int64)}
+    return np.asarray(Engine.open(bundle).score(ids)["scores"], np.float64).reshape(-1)
+
+
+def test_a_dtype_that_is_only_good_for_the_rows_that_chose_it_is_not_recommended(tmp_path: Path) -> None:
+    """In the rows that choose, labels follow the scores of INT4: its loss is negative there, and large elsewhere."""
+    random = np.random.default_rng(0)
+    labels = np.arange(6000) % 2 == 0
+    choosing, held_out = split_rows(labels)
+    assert held_out is not None
+    ids = np.empty(labels.size, np.int64)
+    for rows, dtype in ((choosing, WeightDtype.INT4), (held_out, WeightDtype.FP32)):
+        scores = scores_of_ids(dtype, tmp_path / "r")
+        for label, sign in ((True, 3), (False, -3)):
+            probabilities = 1 / (1 + np.exp(-sign * (scores - scores.mean())))
+            numbers = rows[labels[rows] == label]
+            ids[numbers] = random.choice(ROWS, numbers.size, p=probabilities / probabilities.sum())
+    table = pa.table({"matters_id": ids, "idle_id": np.zeros_like(ids), "click": labels})
+    pq.write_table(table, tmp_path / "day.parquet")
+    study = measured(tmp_path / "day.parquet")
+    lucky = study.contradicted[0]
+    assert lucky.dtypes["matters"] == "int4"
+    assert lucky.measured.auc.high < 0
+    assert lucky.held_out is not None
+    assert lucky.held_out.auc.low > LIMIT
+    assert study.recommended.dtypes["matters"] != "int4"
+    assert study.recommended.held_out is not None
+    assert study.recommended.held_out.auc.low <= LIMIT
+    assert "so does a smaller bundle, which the held-out rows contradict" in study.reason
 
 
 def test_of_several_outputs_one_is_named(day: Path) -> None:
@@ -111,7 +157,7 @@ def test_of_several_outputs_one_is_named(day: Path) -> None:
     study = measured(day, of=build_probabilities, output="click", dtypes=[WeightDtype.INT8])
     assert not study.is_sigmoid
     assert study.bundles.keys() == {"int8", "fp32"}
-    assert 0.1 < study.trained_log_loss < 0.7
+    assert 0.1 < study.choosing.trained_log_loss < 0.7
 
 
 def test_rows_of_one_label_are_refused(tmp_path: Path) -> None:
