@@ -73,24 +73,30 @@ def compare(
             help="Mean number of ids in a bag; by default as in the TOML file, or 1.",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Samples in a request.")] = 128,
-    seconds: Annotated[float, typer.Option(help="Seconds for which each placement is measured.")] = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Samples in a request; 128 by default.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds for which each placement is measured; 1 by default.")
+    ] = None,
 ) -> None:
     """Shard the same tables in several ways, measure each, and write a report: speed, memory, and what to choose.
 
-    With --labelled, also measure the AUC of each dtype, and recommend the smallest bundle that keeps it.
+    With --labelled, measure the AUC of each dtype instead, and recommend the smallest bundle that keeps it. Shardings
+    are then measured if one of their options is given, such as --strategy or --ranks.
     """
     labelled_options = labelled()
     dtypes = [weight_dtype("dtype", name) for name in dtype or ()]
-    options = StudyOptions(
-        strategies=strategy or STRATEGIES,
-        ranks=ranks or (2, 4),
-        dtypes=dtypes or (WeightDtype.INT8, WeightDtype.INT4),
-        ranks_per_host=ranks_per_host,
-        memory_bytes=None if memory_per_rank is None else size_bytes("memory_per_rank", memory_per_rank),
-        batch_size=batch_size,
-        seconds=seconds,
-    )
+    about_shardings = (strategy, ranks, ranks_per_host, memory_per_rank, pooling_factors, batch_size, seconds)
+    options = None
+    if labelled_options is None or any(value not in (None, []) for value in about_shardings):
+        options = StudyOptions(
+            strategies=strategy or STRATEGIES,
+            ranks=ranks or (2, 4),
+            dtypes=dtypes or (WeightDtype.INT8, WeightDtype.INT4),
+            ranks_per_host=ranks_per_host,
+            memory_bytes=None if memory_per_rank is None else size_bytes("memory_per_rank", memory_per_rank),
+            batch_size=128 if batch_size is None else batch_size,
+            seconds=1.0 if seconds is None else seconds,
+        )
     if (model is None) == (tables is None):
         raise ConfigurationError("expected either --model or --tables")
     if tables is not None and checkpoint is not None:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def _agreements(tables: ComparedTables, storable: Sequence[TrainedTable], dtype:
 
 def make_study(
     tables: ComparedTables,
-    options: StudyOptions,
+    options: StudyOptions | None,
     command: str,
     progress: Callable[[str, int, int], None] = lambda *_: None,
     dtype_study: DtypeStudy | None = None,
@@ -71,7 +72,7 @@ def make_study(
 
     Args:
         tables: the tables.
-        options: strategies, numbers of ranks and dtypes.
+        options: strategies, numbers of ranks and dtypes. None: shardings are not measured.
         command: the command line, for the report.
         progress: called when a step begins: with its name, the number of steps done, and the number of all steps.
         dtype_study: the AUC that dtypes cost, if it was measured. It recommends the dtypes.
@@ -81,38 +82,56 @@ def make_study(
         ParityError: the answers of a placement differ from the stored rows.
     """
     errors = measure_dtype_errors(tables)
-    one_rank: dict[str, Placement] = {}
-    placements: list[Placement] = []
-    recommendations: dict[str, Recommendation] = {}
-    step = _steps(progress, len(options.dtypes) * (1 + len(options.ranks) * len(options.strategies)))
-    with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder, _one_thread():
-        for dtype in options.dtypes:
-            step(f"storing {dtype.value.lower()}")
-            baseline = Baseline(Path(folder) / dtype.value, tables, options, dtype)
-            recommendations = recommendations or baseline.recommend(max(options.ranks), errors)
-            for ranks in options.ranks:
-                advice = baseline.recommend(ranks, errors)
-                for strategy in options.strategies:
-                    step(f"{strategy} on {ranks} ranks, {dtype.value.lower()}")
-                    placements.append(baseline.place(strategy, ranks, advice))
-            one_rank[dtype.value.lower()] = baseline.placement()
-            baseline.remove()
+    shardings = _Shardings() if options is None else _measure_shardings(tables, options, errors, progress)
+    recommendations = shardings.recommendations
     return Study(
         command=command,
         made_at=time.time(),
         machine=f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         versions=installed(),
-        batch_size=options.batch_size,
+        batch_size=None if options is None else options.batch_size,
         generated=tables.generated,
         tables=_table_studies(tables, errors),
-        one_rank=one_rank,
-        placements=placements,
+        one_rank=shardings.one_rank,
+        placements=shardings.placements,
         confidence=CONFIDENCE,
-        verdicts=judge(placements),
-        recommended_ranks=max(options.ranks),
-        recommendations=recommendations if dtype_study is None else recommend_dtypes(recommendations, dtype_study),
+        verdicts=judge(shardings.placements),
+        recommended_ranks=None if options is None else max(options.ranks),
+        recommendations=recommendations if dtype_study is None else recommend_dtypes(dtype_study, recommendations),
         dtype_study=dtype_study,
     )
+
+
+@dataclass(slots=True)
+class _Shardings:
+    """What was measured of shardings. Attributes are those of `Study`."""
+
+    one_rank: dict[str, Placement] = field(default_factory=dict)
+    placements: list[Placement] = field(default_factory=list)
+    recommendations: dict[str, Recommendation] = field(default_factory=dict)
+
+
+def _measure_shardings(
+    tables: ComparedTables,
+    options: StudyOptions,
+    errors: dict[str, list[DtypeReport]],
+    progress: Callable[[str, int, int], None],
+) -> _Shardings:
+    measured = _Shardings()
+    step = _steps(progress, len(options.dtypes) * (1 + len(options.ranks) * len(options.strategies)))
+    with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder, _one_thread():
+        for dtype in options.dtypes:
+            step(f"storing {dtype.value.lower()}")
+            baseline = Baseline(Path(folder) / dtype.value, tables, options, dtype)
+            measured.recommendations = measured.recommendations or baseline.recommend(max(options.ranks), errors)
+            for ranks in options.ranks:
+                advice = baseline.recommend(ranks, errors)
+                for strategy in options.strategies:
+                    step(f"{strategy} on {ranks} ranks, {dtype.value.lower()}")
+                    measured.placements.append(baseline.place(strategy, ranks, advice))
+            measured.one_rank[dtype.value.lower()] = baseline.placement()
+            baseline.remove()
+    return measured
 
 
 def _steps(progress: Callable[[str, int, int], None], total: int) -> Callable[[str], None]:

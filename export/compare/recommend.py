@@ -5,7 +5,6 @@ The sharding type follows from the table's bytes and traffic; the dtype follows 
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
 from rich.filesize import decimal
 
 from export.compare.dtype_study import DtypeStudy
@@ -48,15 +47,16 @@ def recommend(
     return advice
 
 
-def recommend_dtypes(advice: Mapping[str, Recommendation], study: DtypeStudy) -> dict[str, Recommendation]:
-    """`advice` with the dtypes that the AUC on labelled rows recommends."""
+def recommend_dtypes(study: DtypeStudy, advice: Mapping[str, Recommendation]) -> dict[str, Recommendation]:
+    """The dtypes that the AUC on labelled rows recommends, with the sharding types of `advice` if it has any."""
     return {
-        table: msgspec.structs.replace(
-            recommendation,
-            dtype=study.recommended.dtypes[table],
-            dtype_reason=_reason_of_auc(study, table, study.recommended.dtypes[table]),
+        table: Recommendation(
+            dtype=dtype,
+            dtype_reason=_reason_of_auc(study, table, dtype),
+            sharding_type=advice[table].sharding_type if advice else "",
+            reason=advice[table].reason if advice else "",
         )
-        for table, recommendation in advice.items()
+        for table, dtype in study.recommended.dtypes.items()
     }
 
 

@@ -161,13 +161,18 @@ class Placement(msgspec.Struct, frozen=True):
         return sum(map(sum, self.traffic))
 
 
-class Recommendation(msgspec.Struct, frozen=True):
-    """The sharding type and the dtype that are recommended for a table, each with the reason."""
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """The dtype and the sharding type that are recommended for a table, each with the reason.
 
-    sharding_type: str
-    reason: str
+    Attributes:
+        dtype, dtype_reason: the dtype, and why.
+        sharding_type, reason: the sharding type, and why. Empty: shardings were not measured.
+    """
+
     dtype: str
     dtype_reason: str
+    sharding_type: str = ""
+    reason: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -195,14 +200,14 @@ class Study(msgspec.Struct, frozen=True):
         made_at: Unix time in seconds.
         machine: CPU and cores.
         versions: versions of the packages that matter.
-        batch_size: samples of each measured request. Its ids are uniform.
+        batch_size: samples of each measured request. Its ids are uniform. None: shardings were not measured.
         generated: whether the rows are random (normal numbers). If so, errors say nothing about a trained model.
         tables: the tables, by name.
-        one_rank: the tables on one rank, by dtype.
+        one_rank: the tables on one rank, by dtype. Empty: shardings were not measured.
         placements: every strategy on every number of ranks in every dtype.
         confidence: how likely an interval holds the true median, in [0, 1].
         verdicts: the fastest of the placements without an error.
-        recommended_ranks: the number of ranks that the recommendations are for.
+        recommended_ranks: the number of ranks that the recommendations are for. None: shardings were not measured.
         recommendations: by table.
         dtype_study: the AUC that dtypes cost. If it was measured, the recommended dtypes are by it.
     """
@@ -211,14 +216,14 @@ class Study(msgspec.Struct, frozen=True):
     made_at: float
     machine: str
     versions: dict[str, str]
-    batch_size: int
+    batch_size: int | None
     generated: bool
     tables: dict[str, TableStudy]
     one_rank: dict[str, Placement]
     placements: list[Placement]
     confidence: float
     verdicts: list[Verdict]
-    recommended_ranks: int
+    recommended_ranks: int | None
     recommendations: dict[str, Recommendation]
     dtype_study: DtypeStudy | None = None
 

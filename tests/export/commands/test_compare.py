@@ -10,8 +10,11 @@ from torchmetrics.functional.classification import binary_auroc
 from typer.testing import CliRunner
 
 from export.__main__ import app
+from export.compare.halves import split_rows
+from export.compare.study import StudyOptions
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
+from serving.errors import ConfigurationError
 from serving.model.config_file import read_config, settings_of
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.planted_tables import write_labelled
@@ -79,6 +82,25 @@ def test_a_trained_model_is_compared_with_its_own_weights(tmp_path: Path) -> Non
     assert study["tables"]["user"]["dtypes"][2]["largest_error"] > 1e-3  # normal numbers of 1
 
 
+def test_an_option_of_shardings_measures_them_beside_labelled_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[StudyOptions | None] = []
+
+    def end(_: object, options_of_study: StudyOptions | None, *_more: object) -> None:
+        options.append(options_of_study)
+        raise ConfigurationError("the end")
+
+    monkeypatch.setattr("export.compare.make_study.make_study", end)
+    day = write_labelled(tmp_path / "day.parquet", 100)
+    arguments = ("--labelled", str(day), "--label", "click", "--dtype", "int8", "--out", str(tmp_path / "out"))
+    for more in ((), ("--seconds", "0.01")):
+        assert "the end" in tbe_export("compare", *PLANTED, *arguments, *more).output
+    assert options[0] is None
+    assert options[1] is not None
+    assert options[1].ranks == (2, 4)
+
+
 def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measured(tmp_path: Path) -> None:
     day = write_labelled(tmp_path / "day.parquet", 6000)
     settings = tmp_path / "export.toml"
@@ -86,11 +108,13 @@ def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measu
     done = tbe_export(
         "compare", *PLANTED, "--labelled", str(day), "--label", "click", "--max-auc-loss", "0.002",
         "--config", str(settings), "--out", str(tmp_path / "out"), "--dtype", "int8", "--dtype", "int4",
-        "--strategy", "row_wise", "--ranks", "2", "--seconds", "0.01",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "* Recommended dtypes: int8 for matters, int4 for idle: 4.0 kB" in done.output
+    assert ", on 3,000 held-out rows. The other 3,000 rows chose it." in done.output
     study = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert (study["placements"], study["one_rank"]) == ([], {})  # no option asked for shardings
+    assert "<h2>Latency</h2>" not in (tmp_path / "out" / "report.html").read_text()
     assert {name: advice["dtype"] for name, advice in study["recommendations"].items()} == {
         "matters": "int8",
         "idle": "int4",
@@ -106,10 +130,13 @@ def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measu
     assert {table.id_policy.value for table in manifest.tables} == {"zero"}
     assert settings_of(read_config(tmp_path / "r" / "m")).instances == 2
     table = pq.read_table(day)
+    table = table.take(split_rows(table["click"].to_numpy() == 1)[1])
     scores = Engine.open(bundle).score({name: table[name] for name in ("matters_id", "idle_id")})["scores"]
     labels = torch.from_numpy(table["click"].to_numpy()).long()
     auc = float(binary_auroc(torch.from_numpy(scores).double().sigmoid(), labels))
-    measured = study["dtype_study"]["recommended"]["measured"]["auc"]
-    assert auc == pytest.approx(measured["auc"], abs=1e-6)
-    assert measured["low"] <= study["dtype_study"]["trained_auc"] - auc <= measured["high"] <= 0.002
+    held_out = study["dtype_study"]["recommended"]["held_out"]["auc"]
+    assert auc == pytest.approx(held_out["auc"], abs=1e-6)
+    trained_auc = study["dtype_study"]["held_out"]["trained_auc"]
+    assert held_out["low"] <= trained_auc - auc <= held_out["high"] <= 0.002
+    assert f"# AUC {auc:.5f}, a loss of " in Path(recommended).read_text()
     assert sum(path.stat().st_size for path in bundle.glob("weights*.bin")) >= 4000
