@@ -1,4 +1,4 @@
-"""Checks of arguments: their declared types, timeouts, addresses. One that is wrong is refused by name."""
+"""Checks of arguments: their declared types, timeouts and addresses. Errors name the wrong argument."""
 
 import inspect
 import re
@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from serving.errors import ConfigurationError
 
-# What people may write as the name of a host, and as the address of a server.
+# The valid forms of a host's name, and of a server's address.
 _HOST = r"[A-Za-z0-9_.-]{1,253}"
 _ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
 _MOST_PORT = 65535
@@ -22,11 +22,11 @@ _UNIONS = (Union, UnionType)
 def check_arguments(config: Any) -> None:
     """Compare every field of a dataclass with the type that it is declared with.
 
-    For its `__post_init__`. An int is a float, too; a bool is no number. The value of a field with `repr=False` is a
-    secret: the error says its type alone.
+    Call this in `__post_init__`. An int is also a float, but a bool is not a number. The value of a field with
+    `repr=False` is a secret, so the error only says its type.
 
     Raises:
-        ConfigurationError: naming the field, what was expected and what came.
+        ConfigurationError: a field has a wrong type. The message names it, and the expected type.
     """
     kinds = _kinds(config.__class__)
     for setting in fields(config):
@@ -37,13 +37,13 @@ def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) ->
     """Compare one argument with its type.
 
     Args:
-        name: of the argument, for the error.
-        value: what was given.
+        name: the name of the argument, for the error.
+        value: its value.
         kind: a class, Callable, a union, or a Mapping, Sequence or tuple of these.
-        secret: whether the error says only what type the value has.
+        secret: whether the error only says the type of the value.
 
     Raises:
-        ConfigurationError: naming the argument, or the entry of a mapping, what was expected and what came.
+        ConfigurationError: the value has a wrong type. The message names the argument, or the entry of a mapping.
     """
     for where, found, expected in _misfits(name, value, kind):
         member = None if secret else _member(expected, found)
@@ -56,7 +56,7 @@ def _kinds(config: Any) -> dict[str, Any]:
 
 
 def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Each part of `value` that does not fit: where it is, the part itself, and the type that was expected there."""
+    """The parts of `value` with wrong types: the name of the part, the part itself, and its expected type."""
     if isinstance(value, Mapping) and _is_of_mappings(kind):
         of_key, of_value = get_args(kind)
         for key, each in value.items():
@@ -78,7 +78,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return callable(value)
     if _is_of_mappings(kind):
         return isinstance(value, origin) and not any(_misfits("", value, kind))
-    # A string is a sequence of strings, but it is never meant as one.
+    # A string is a sequence of strings, but is never meant as one.
     return isinstance(value, origin) and not isinstance(value, str) and all(_fits(item, parts[0]) for item in value)
 
 
@@ -87,7 +87,7 @@ def _is_of_mappings(kind: Any) -> bool:
 
 
 def _came(value: Any, secret: bool) -> str:
-    """A value for a message, with its type where the text does not show it: numpy's 2 looks like Python's."""
+    """A value for a message, with its type if the text does not show it: numpy's 2 looks like Python's."""
     kind, shown = type(value), reprlib.repr(value)
     if secret:
         return kind.__name__
@@ -95,12 +95,12 @@ def _came(value: Any, secret: bool) -> str:
 
 
 def _words(kind: Any) -> str:
-    """A type as people write it: `int | None`, `Mapping[str, WeightDtype]`."""
+    """The text of a type, such as `int | None` or `Mapping[str, WeightDtype]`."""
     return re.sub(r"\w+\.", "", inspect.formatannotation(kind))
 
 
 def _member(kind: Any, text: Any) -> str | None:
-    """The member of an enum, or of one in a union, that options and TOML files call `text`: "WeightDtype.INT4"."""
+    """The member, such as "WeightDtype.INT4", of an enum or a union of enums that options and TOML call `text`."""
     parts = get_args(kind) if get_origin(kind) in _UNIONS else (kind,)
     enums = [part for part in parts if isinstance(part, type) and issubclass(part, Enum)]
     members = {str(member.value).lower(): f"{enum.__name__}.{member.name}" for enum in enums for member in enum}
@@ -111,10 +111,10 @@ _MOST_S = 1_000_000
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Refuse a timeout that cannot be waited for.
+    """Refuse an impossible timeout.
 
     Raises:
-        ConfigurationError: it is not a number of seconds above 0, or more than a million.
+        ConfigurationError: the timeout is not a number of seconds above 0, or is more than a million.
     """
     check_argument("timeout_s", timeout_s, float)
     if not 0 < timeout_s <= _MOST_S:
@@ -122,14 +122,14 @@ def check_timeout(timeout_s: float) -> None:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether a host may be called so: a name, or an IPv4 address."""
+    """Whether `text` is a valid name of a host, or an IPv4 address."""
     return re.fullmatch(_HOST, text) is not None
 
 
 def is_address(text: str) -> bool:
-    """Whether this is the address of a server, for gRPC.
+    """Whether `text` is the address of a server for gRPC.
 
-    It is the name or IP address of a host, with IPv6 in brackets, and a port. gRPC may be told how to resolve the
-    name, as in "dns:///name:8001".
+    That is the name or IP address of a host, with IPv6 in brackets, and a port. A scheme may say how gRPC resolves
+    the name, as in "dns:///name:8001".
     """
     return _ADDRESS.fullmatch(text) is not None and int(text.rpartition(":")[2]) <= _MOST_PORT

@@ -1,11 +1,11 @@
-"""What closes itself when its `with` block ends."""
+"""Base classes of context managers that close themselves."""
 
 from types import TracebackType
 from typing import Self
 
 
 class Closing:
-    """Closes itself when its `with` block ends."""
+    """A context manager that closes itself when its `with` block ends."""
 
     def close(self) -> None:
         """Release what it holds."""
@@ -21,7 +21,7 @@ class Closing:
 
 
 class AsyncClosing:
-    """Closes itself when its `async with` block ends."""
+    """A context manager that closes itself when its `async with` block ends."""
 
     async def close(self) -> None:
         """Release what it holds."""

@@ -1,4 +1,4 @@
-"""A loaded bundle that answers lookups in this process, no server needed."""
+"""The engine: a loaded bundle that answers lookups and scores in this process, without a server."""
 
 import os
 import weakref
@@ -59,12 +59,12 @@ class GroupAnswer:
     Attributes:
         validated: the valid requests, which are looked up.
         positions: their positions among all requests.
-        errors: the errors of the other requests, by position among all requests.
-        ids_outside: how many ids of valid requests were outside [0, rows), by table.
-        batches: what is looked up.
+        errors: the errors of invalid requests, by position among all requests.
+        ids_outside: the number of ids of valid requests that were outside [0, rows), by table.
+        batches: the batches that are looked up.
         answers: the answer of the ranks to each batch.
-        scores: the scores by output of the requests that ask for scores, by position in `validated`.
-        times: what `perf_counter` said when the requests were validated, merged, looked up and scored, in seconds.
+        scores: the scores by output of requests for scores, by position in `validated`.
+        times: when the requests had been validated, merged, looked up and scored, in seconds of `perf_counter`.
     """
 
     validated: ValidatedRequests
@@ -77,7 +77,7 @@ class GroupAnswer:
     times: Sequence[float]
 
     def outcomes(self) -> list[Outcome]:
-        """For each request its outputs by name, as they travel, without the leading 1; or its error."""
+        """For each request, its outputs by name, as sent but without the leading dimension of 1; or its error."""
         if not self.errors:
             return [*self.outputs()]
         outcomes: dict[int, Outcome] = dict(zip(self.positions, self.outputs(), strict=True))
@@ -85,7 +85,7 @@ class GroupAnswer:
         return [outcomes[position] for position in range(len(outcomes))]
 
     def outputs(self) -> list[Outputs]:
-        """The outputs of each request that is right. Where a host is lost, they are not complete."""
+        """The outputs of each valid request. They are incomplete if a host is lost."""
         outputs = unmerge(self.validated, self.batches, [answer.embeddings for answer in self.answers])
         if self.scores:
             return [{**looked_up, **self.scores.get(number, {})} for number, looked_up in enumerate(outputs)]
@@ -118,10 +118,10 @@ def answer(
     """Answer requests together: check them, merge them into batches, look these up, and score.
 
     Args:
-        schema: what they were accepted by.
-        requests: at least one.
-        look_up: what the ranks say to some batches.
-        dense: makes scores.
+        schema: the schema that accepted the requests.
+        requests: at least one request.
+        look_up: returns the answers of the ranks to batches.
+        dense: the dense part, which computes scores.
     """
     validated, positions, errors, ids_outside = validate_each(requests)
     validated_at = perf_counter()
@@ -137,30 +137,31 @@ def answer(
 
 
 class Engine(Closing):
-    """The program of an opened bundle over its memory-mapped weights, and over its hosts where it has some.
+    """Answers lookups and requests for scores by an opened bundle, over its memory-mapped weights and its hosts.
 
-    Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
-    threads must not use one engine at once.
+    Engines on one bundle, in any number of processes, share one copy of the weights in the page cache. An engine must
+    not be used by several threads at once.
 
     Args:
         bundle: the bundle.
-        hosts: where the hosts of its plan are. Only a router's bundle has hosts.
-        patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked whether
-            they have their bundles.
-        threads: as `open`.
-        memory: as `open`.
-        processes: how many have the bundle loaded on this machine, this one among them. Memory has to hold them, too.
+        hosts: the hosts of a router's bundle.
+        patience_s: how long to wait for hosts that do not answer yet, in seconds. None: do not check whether hosts
+            have their bundles.
+        threads: as for `open`.
+        memory: as for `open`.
+        processes: the number of processes on this machine that load the bundle, this one included, whose memory is
+            reserved beside the weights.
 
     Attributes:
-        bundle: as given.
+        bundle: as the argument.
         schema: the features that requests are validated against.
-        table_files: its weights, mapped.
-        ranks: where partial sums come from.
+        table_files: the mapped weights.
+        ranks: the ranks, which answer batches.
         lookup_program: the program that looks rows up, and how this process runs it.
         dense_part: the dense part, and the file that it was loaded from. None: the bundle has no scores.
 
     Raises:
-        As `open`.
+        As for `open`.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Engine(Closing):
         self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)
         self.ranks = open_ranks(bundle, self.table_files, given, patience_s, threads)
         self.lookup_program = self.ranks.loaded_program
-        # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
+        # Weights may be links into another bundle, which `tbe-export prune` must not remove either.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(folder for folder in linked if (folder / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
@@ -203,24 +204,24 @@ class Engine(Closing):
     ) -> "Engine":
         """Load the bundle at `path`. The time does not depend on the size of its tables.
 
-        Its files are brought into memory meanwhile, in huge pages where the kernel can, unless they are larger than
-        that. Nothing compares them with their digests: `serving.bundle.verify_digests` does. `tbe-export prune`
-        leaves the bundle alone while the engine lives.
+        In the background, the weights are read into memory, in huge pages if the kernel supports them, unless they
+        are larger than memory. They are not compared with their digests; `serving.bundle.verify_digests` does that.
+        `tbe-export prune` does not remove the bundle while the engine exists.
 
         Args:
-            path: the bundle, <model>/<version>.
-            hosts: where the hosts of a router's plan are: `HostsConfig`, or their addresses alone, such as
+            path: the folder of the bundle, <model>/<version>.
+            hosts: the hosts of a router's bundle: `HostsConfig`, or only their addresses, such as
                 {0: ["a:8001", "b:8001"], 1: "dns:///movies-host-1:8001"}.
-            threads: how many look a large request up, the one that calls among them. Answers are the same, bit for
-                bit. They sleep between large requests. A router's own rank is looked up by one.
-            memory: where its weights lie. Where they have to be copied, the time depends on their size.
+            threads: the number of threads that look up a large request, the calling one included. They sleep between
+                large requests. Answers do not depend on the number, bit for bit. A router's own rank uses one thread.
+            memory: where the weights are held. If they have to be copied, the time depends on their size.
 
         Raises:
             BundleError: the bundle cannot be opened (see `serving.bundle.load.open_bundle`) or mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
-            ConfigurationError: `hosts` does not fit the bundle, `threads` is no number from 1 to 1024, or the machine
-                cannot keep the weights where they are to lie.
-            HostUnavailable: naming each host that lacks its bundle, or does not answer.
+            ConfigurationError: `hosts` does not fit the bundle, `threads` is not a number from 1 to 1024, or the
+                machine cannot hold the weights as `memory` says.
+            HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
         """
         given = hosts if hosts is None or isinstance(hosts, HostsConfig) else HostsConfig(addresses=hosts)
         engine = cls(open_bundle(Path(path)), given, threads=threads, memory=memory)
@@ -228,7 +229,7 @@ class Engine(Closing):
         return engine
 
     def close(self) -> None:
-        """Close the connections to hosts, end threads, and let the weights go."""
+        """Close the connections to hosts, end threads, and release the weights."""
         self.ranks.close()
         self.table_files.close()
 
@@ -241,34 +242,33 @@ class Engine(Closing):
 
         Args:
             features: ids by feature (TorchRec's KJT key), in any form that `serving.requests.encoding.encode` takes:
-                lists, arrays, columns, or a DataFrame, whose columns that are no features are left out.
-            shared: the features that have one bag, whatever the number of samples: their answers are [1, dim].
+                lists, arrays, columns, or a DataFrame, whose other columns are ignored.
+            shared: the features with one bag for all samples. Their answers are [1, dim].
 
         Returns:
-            {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
-            feature of an EmbeddingCollection a `serving.requests.answers.JaggedRows` instead. Where several
-            tables read a key, their answers are called `key@table`, as TorchRec calls them.
+            {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16. A
+            feature of an EmbeddingCollection has a `serving.requests.answers.JaggedRows`. If several tables read a
+            key, their answers are called `key@table`, as in TorchRec.
 
         Raises:
-            InvalidRequest: naming the feature, what was expected and what came.
-            HostUnavailable: naming the host that does not answer, and the tables there.
+            InvalidRequest: the input cannot be looked up. The message names the feature, and what was expected.
+            HostUnavailable: a host does not answer. The message names it, and its tables.
         """
         tensors = self._encoded(features, shared, nulls)
         return AnswerColumns(self._answered(tensors).by_feature(tensors))
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
-        """Rows of a table. Weights, also those by position, do not count.
+        """Rows of a table, without per-id weights and position weights.
 
         Args:
-            table: its name.
-            ids: integers [n].
+            table: the name of the table.
+            ids: integers [n]. The id policy of the table applies: with `zero`, an id outside gives a row of zeros.
 
         Returns:
             [n, dim] in the bundle's output dtype, float32 or float16.
 
         Raises:
-            InvalidRequest, HostUnavailable: as `lookup`. What happens to an id outside the table its id policy says:
-                `zero` gives a row of zeros.
+            InvalidRequest, HostUnavailable: as for `lookup`.
         """
         tensors = encode_rows(table, ids, weighted=self.schema.weighted)
         rows: JaggedRows = self._answered(tensors).by_feature(tensors)[table]
@@ -282,19 +282,20 @@ class Engine(Closing):
         shared: Collection[str] = (),
         nulls: Nulls = "refuse",
     ) -> AnswerColumns[Any]:
-        """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
+        """The scores of the whole model for ids and dense inputs. The bundle must have been exported with scores.
 
         Args:
-            features: ids of all features, as `lookup` takes them. A DataFrame may have the dense inputs, too.
+            features: ids of all features, as for `lookup`. A DataFrame may also have the dense inputs.
             dense: the dense inputs of the model's forward by name, [B, *shape] each.
-            shared: the features that have one bag, and dense inputs that have one row, which count for all samples.
+            shared: the features with one bag, and the dense inputs with one row, which apply to all samples.
 
         Returns:
             {output: [B, …]}, each in the dtype of the output.
 
         Raises:
-            InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
-            HostUnavailable: as `lookup`.
+            InvalidRequest: the input cannot be scored, or the bundle has no scores. The message names the feature or
+                input, and what was expected.
+            HostUnavailable: as for `lookup`.
         """
         tensors = self._encoded_for_scores(features, dense, shared, nulls)
         return self._scores(self.outputs(tensors), tensors)
@@ -314,39 +315,40 @@ class Engine(Closing):
                 writer.write_table(scores.to_arrow())
 
         A batch is answered in chunks of thousands of samples, unless scores depend on the other samples of a request.
-        The next batch is read when the answer to this one has been taken.
+        The next batch is read after the caller has taken the answer to the last one.
 
         Args:
-            batches: what `score` or `lookup` takes: a DataFrame, or ids by feature. For scores also a tuple
+            batches: inputs of `score` or `lookup`: DataFrames, or ids by feature; for scores also tuples
                 (features, dense). No feature is shared.
             method: "score" or "lookup".
-            nulls: as `lookup`.
-            errors: "raise" the error of a batch at its place, which ends the stream, or "yield" it and go on.
-            progress: called after each batch with the number of samples that are answered.
+            nulls: as for `lookup`.
+            errors: "raise" the error of a batch in place of its answer, which ends the stream, or "yield" it and
+                continue.
+            progress: called after each batch with the number of answered samples.
 
         Yields:
-            For each batch, what the method returns; or its ServingError.
+            For each batch, the result of the method, or its ServingError.
 
         Raises:
-            InvalidRequest, HostUnavailable: as `score`. The message begins with the number of the batch, from 0.
+            InvalidRequest, HostUnavailable: as for `score`. The message begins with the number of the batch, from 0.
         """
         check_stream(batches, method, errors)
         return answer_batches(batches, partial(self._answer_batch, method, nulls), errors, progress)
 
     def outputs(self, tensors: Tensors) -> Outputs:
-        """Answer one request: its outputs by name, as they travel, without the leading 1.
+        """Answer a request: its outputs by name, as sent but without the leading dimension of 1.
 
         Raises:
-            InvalidRequest, HostUnavailable: as `lookup`.
+            InvalidRequest, HostUnavailable: as for `lookup`.
         """
         (outputs,) = self._answered(tensors).outputs()
         return outputs
 
     def answer(self, requests: Sequence[KjtRequest]) -> GroupAnswer:
-        """Answer requests together, with as few TBE calls as they need. One that is refused, is refused alone.
+        """Answer requests together, with as few TBE calls as possible. An invalid request does not affect the others.
 
         Args:
-            requests: of this engine's schema, as `serving.requests.accept.accept` gives them.
+            requests: requests that `serving.requests.accept.accept` accepted by the engine's schema.
         """
         return answer(self.schema, requests, self.ranks.answer, self._dense)
 
@@ -398,10 +400,10 @@ class Engine(Closing):
 
 
 def _hosts_of(bundle: Bundle, hosts: HostsConfig | None) -> HostsConfig | None:
-    """The hosts of a bundle; None where it has all ranks itself.
+    """The hosts of a bundle, or None if it has all ranks itself.
 
     Raises:
-        ConfigurationError: there are hosts for a bundle that has none.
+        ConfigurationError: `hosts` is set for a bundle without hosts.
     """
     if not bundle.manifest.hosts:
         if hosts is not None and hosts.addresses:

@@ -33,8 +33,8 @@ class ServingError(Exception):
     """Root of every error that `serving` raises.
 
     Attributes:
-        code: the gRPC status that the error travels as.
-        retryable: whether the same call may succeed when it is made again.
+        code: the gRPC status of the error.
+        retryable: whether the same call may succeed later.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -42,7 +42,7 @@ class ServingError(Exception):
 
 
 class Reason(enum.Enum):
-    """What is wrong with a request. Metrics count refused requests by it."""
+    """Why a request is invalid. Metrics count invalid requests by reason."""
 
     FEATURES = "features"
     SHAPE = "shape"
@@ -68,10 +68,10 @@ class InvalidRequest(ServingError):
 
 
 class IdsOutside(InvalidRequest):
-    """Ids are outside of a table whose id policy is `error`: it has no such row, or its map takes no such id.
+    """Ids are outside a table with the id policy `error`: the table has no such row, or its map no such id.
 
     Attributes:
-        counts: how many ids, by table.
+        counts: the number of these ids, by table.
     """
 
     def __init__(self, message: str, counts: Mapping[str, int]) -> None:
@@ -124,19 +124,19 @@ class ServerUnavailable(ServingError):
 
 
 class HostUnavailable(ServerUnavailable):
-    """A host of a router's plan does not answer, lacks the bundle that the router's names, or sends no answer."""
+    """A host of a router's plan does not answer, or lacks the bundle that the router's bundle names."""
 
 
 class ModelUnavailable(ServerUnavailable):
-    """The server has the model, but no version of it is ready: it is being loaded, was unloaded, or it stops."""
+    """The server has the model, but no version of it is ready: it loads, was unloaded, or the server stops."""
 
 
 class SharedMemoryFull(ServerUnavailable):
-    """The requests that were to be answered together do not fit into the server's shared memory."""
+    """The requests that the server answers together do not fit into its shared memory."""
 
 
 class LimitExceeded(ServingError):
-    """A message is larger than the other side takes, or a quota is used up. The same call would fail again."""
+    """A message is larger than the receiver allows, or a quota is used up. The same call would fail again."""
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -148,19 +148,19 @@ class RequestCancelled(ServingError):
 
 
 class AccessDenied(ServingError):
-    """The server knows who is calling and does not allow it."""
+    """The server knows the caller and does not allow the call."""
 
     code = "PERMISSION_DENIED"
 
 
 class NotAuthenticated(ServingError):
-    """The server wants credentials, and the call had none."""
+    """The server requires credentials, and the call had none."""
 
     code = "UNAUTHENTICATED"
 
 
 class InternalError(ServingError):
-    """The server failed by a fault of its own. Its log says more."""
+    """The server failed by its own fault. Its log has the details."""
 
     code = "INTERNAL"
 
@@ -196,15 +196,15 @@ def from_status(code: str, message: str) -> ServingError:
     return _BY_CODE[code](message)
 
 
-# The most characters of an error that travels.
+# Maximum characters of an error in a response.
 MOST = 1000
 _MOST_OF_A_NAME = 100
 _MOST_LISTED = 3
 
 
 def shown(text: str, most: int = MOST) -> str:
-    """At most so many characters of a text. Control characters, line ends among them, are escaped."""
-    # What is cut off need not be escaped: a text may be megabytes.
+    """At most `most` characters of a text. Control characters, such as line ends, are escaped."""
+    # Cut before escaping: a text may have megabytes.
     printable = "".join(
         character if character.isprintable() else _escaped(character) for character in text[: most + 1]
     )
@@ -212,7 +212,7 @@ def shown(text: str, most: int = MOST) -> str:
 
 
 def listed(texts: Iterable[str], most: int = _MOST_LISTED) -> str:
-    """The first few texts, and how many more there are."""
+    """The first `most` texts, and the number of others."""
     all_texts = [*texts]
     first = ", ".join(shown(text, _MOST_OF_A_NAME) for text in all_texts[:most])
     more = len(all_texts) - most
@@ -220,7 +220,7 @@ def listed(texts: Iterable[str], most: int = _MOST_LISTED) -> str:
 
 
 def quoted(names: Iterable[str]) -> str:
-    """The first eight names, in quotes, and how many more there are."""
+    """The first eight names, in quotes, and the number of others."""
     return listed(map(repr, names), most=8)
 
 

@@ -1,20 +1,20 @@
-"""Tables of HTML, as which notebooks show objects that have a `_repr_html_`."""
+"""HTML tables for notebooks, which show an object by its `_repr_html_`."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
 
-# More rows are counted, not shown.
+# Further rows are only counted.
 MOST_ROWS = 100
 
 
 def notebook_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table of HTML. Integers have separators of thousands, and are right-aligned. All text is escaped.
+    """An HTML table. Integers have thousands separators and are right-aligned. All text is escaped.
 
     Args:
         caption: the line above the table.
-        columns: names of the columns.
-        rows: a value for each column. Of more than `MOST_ROWS`, the number of the others is shown.
+        columns: the names of the columns.
+        rows: rows with a value for each column. After `MOST_ROWS` rows, the number of the others is shown.
     """
     remaining = iter(rows)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in islice(remaining, MOST_ROWS))

@@ -1,4 +1,4 @@
-"""Check PEM files with OpenSSL. Triton and gRPC would accept invalid files, and then fail every connection."""
+"""Check PEM files with OpenSSL, because Triton and gRPC would accept invalid files and then fail every connection."""
 
 import ssl
 from pathlib import Path
@@ -24,7 +24,7 @@ def check_root_certificates(path: Path) -> None:
     """Check a file of root certificates.
 
     Raises:
-        ConfigurationError: it cannot be read, or is not PEM.
+        ConfigurationError: the file cannot be read, or is not PEM.
     """
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)

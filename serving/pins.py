@@ -1,4 +1,4 @@
-"""Which versions of packages work together. This is checked before torch or FBGEMM is used."""
+"""The versions of packages that work together, which are checked before torch or FBGEMM is used."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +15,7 @@ _PYTRITON = "0.7"
 class Stack:
     """Releases of torch, torchrec and FBGEMM that were built for one another (FBGEMM's release table).
 
-    Other patch releases of the same minor version work, too.
+    Other patch releases of the same minor versions also work.
     """
 
     torch: str
@@ -38,9 +38,8 @@ def check_pins() -> None:
     torchrec may be missing: serving does not need it.
 
     Raises:
-        EnvironmentMismatch: a package is missing or is of no stack, or of another than torch is; or both builds of
-            FBGEMM are installed, or its CUDA build beside torch's CPU build. The message has the command that mends
-            it.
+        EnvironmentMismatch: a package is missing or belongs to another stack than torch; or both builds of FBGEMM are
+            installed, or its CUDA build beside torch's CPU build. The message has the command that repairs it.
     """
     wrong = next(_wrong(installed()), None)
     if wrong is not None:
@@ -48,11 +47,11 @@ def check_pins() -> None:
 
 
 def mismatch(wrong: str, *, is_broken: bool = False) -> EnvironmentMismatch:
-    """The error for an environment in which something is wrong, with the command that mends all of it.
+    """The error for a broken environment, with the command that repairs it.
 
     Args:
         wrong: what is wrong.
-        is_broken: whether FBGEMM has to be replaced, though its version fits.
+        is_broken: whether FBGEMM must be replaced although its version fits.
     """
     return EnvironmentMismatch(f"{wrong}: mend this environment with `{_mended_by(installed(), is_broken)}`")
 
@@ -61,8 +60,8 @@ def not_installed(package: str, extra: str) -> EnvironmentMismatch:
     """The error for a package that is missing, with the command that installs it.
 
     Args:
-        package: its name.
-        extra: the extra of pyproject.toml that has it.
+        package: the name of the package.
+        extra: the extra of pyproject.toml that installs it.
     """
     return EnvironmentMismatch(f"{package}: expected this package, found none: `pip install 'tbe-serving[{extra}]'`")
 
@@ -77,8 +76,8 @@ def stack_of(packages: Mapping[str, str]) -> Stack | None:
 
 
 def _mended_by(packages: Mapping[str, str], is_broken: bool) -> str:
-    """The command that makes packages agree. It keeps what fits."""
-    if "torch" not in packages:  # an export looks first; what serves imports torch before it asks
+    """The command that repairs an environment, and keeps the packages that fit."""
+    if "torch" not in packages:  # an export checks first; serving imports torch before its check
         return "pip install 'tbe-serving[export]'"
     stack, steps = stack_of(packages), []
     if stack is None:
@@ -95,7 +94,7 @@ def _mended_by(packages: Mapping[str, str], is_broken: bool) -> str:
 
 
 def _nearest(packages: Mapping[str, str]) -> Stack:
-    """The stack to install in place of a torch of none: the newest for a newer torch, else the default."""
+    """The stack to install if torch belongs to none: the newest one for a newer torch, or else the default."""
     newest = max(STACKS, key=lambda stack: _numbers(stack.torch))
     return newest if _numbers(packages["torch"]) > _numbers(newest.torch) else DEFAULT_STACK
 
@@ -108,7 +107,7 @@ def _fbgemm_fits(packages: Mapping[str, str], stack: Stack) -> bool:
 
 
 def _wrong(packages: Mapping[str, str]) -> Iterator[str]:
-    """What does not agree, most important first."""
+    """The packages that do not work together, in lines, the most important one first."""
     stack = stack_of(packages)
     if stack is None:
         known = " or ".join(_minor(known_stack.torch) for known_stack in STACKS)
@@ -137,7 +136,7 @@ def _minor(release: str) -> str:
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    """Major and minor version, to compare. A version that has no such numbers counts as old."""
+    """Major and minor version, for comparisons. A version without such numbers counts as old."""
     numbers = release.split(".")[:2]
     return tuple(int(number) if number.isdigit() else 0 for number in numbers)
 
@@ -150,7 +149,7 @@ def installed() -> dict[str, str]:
 
 @cache
 def _version(name: str) -> str | None:
-    """The version of a package. It is read once: that takes milliseconds, and each engine asks."""
+    """The version of a package, which is cached: reading it takes milliseconds, and each engine needs it."""
     with suppress(PackageNotFoundError):
         return version(name)
     return None

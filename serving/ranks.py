@@ -1,7 +1,7 @@
-"""What an engine asks of its ranks, wherever they are.
+"""The interface of ranks, local or remote.
 
-A rank holds shards. All ranks of a bundle may be in this process (`serving.lookup`), or all but the router's own on
-other hosts (`serving.router`). Ranks on another device are one more class with these methods, and a line in
+A rank holds shards. All ranks of a bundle may be in this process (`serving.lookup`), or all but the router's own rank
+on other hosts (`serving.router`). Ranks on another device would be another class with these methods, and a line in
 `open_ranks`.
 """
 
@@ -22,7 +22,7 @@ from serving.tables.table_files import TableFiles
 
 
 class Ranks(Protocol):
-    """Answers batches with pooled embeddings. Only one thread at a time may call it."""
+    """Answers batches with pooled embeddings. Only one thread at a time may use it."""
 
     @property
     def loaded_program(self) -> LoadedProgram:
@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
     @property
     def counts(self) -> Mapping[int, HostCounts]:
-        """The counts of the calls to each host, by its number. Empty where no host is asked."""
+        """The counts of the calls to each host, by its number; empty without hosts."""
 
     @property
     def replicas(self) -> Sequence[HostReplicas]:
@@ -38,7 +38,7 @@ class Ranks(Protocol):
 
     @property
     def host_times(self) -> Sequence[HostTime]:
-        """When the calls of the last `answer` that is traced began and ended."""
+        """When the host calls of the last traced `answer` began and ended."""
 
     def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
         """Look up each batch. A request that needs a lost host is in `BatchAnswer.lost`."""
@@ -50,7 +50,7 @@ class Ranks(Protocol):
         """Check that every host answers.
 
         Raises:
-            HostUnavailable: naming each host that does not, or that lacks its bundle.
+            HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
         """
 
     def close(self) -> None:
@@ -63,17 +63,17 @@ def open_ranks(
     """The ranks of a bundle.
 
     Args:
-        bundle: as opened.
-        weights: its weights files that are on this machine.
-        hosts: where the hosts of its plan are. None: all ranks are in this process.
-        patience_s: how long hosts that do not answer yet are waited for, in seconds. None: hosts are not checked.
+        bundle: the opened bundle.
+        weights: its weights files on this machine.
+        hosts: the hosts of its plan. None: all ranks are in this process.
+        patience_s: how long to wait for hosts that do not answer yet, in seconds. None: hosts are not checked.
         threads: how many threads look up a large batch in this process, the calling one included.
 
     Raises:
         BundleError: the program cannot be loaded.
         EnvironmentMismatch: torch and FBGEMM do not work together.
         ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
-        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+        HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
     """
     if hosts is None:
         return LocalRanks(bundle, weights, threads)

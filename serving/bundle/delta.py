@@ -7,15 +7,15 @@ int64 [n], the sorted, distinct row numbers; and `TABLE/rows`, uint8 [n, row byt
 `written_at` (Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file with 64 zeros in
 place of these hex digits. If one bit of the file changes, the delta is refused.
 
-Several deltas may be *squashed* to one file, with the newest state of each row. Its `sequence` is that of the last
-delta. It has two more metadata: `since`, the number before the first delta, and `last_sha256`, the `sha256` of the
-last. It may be applied to rows in their state after any delta from `since` on: the rows that it repeats are the same
-or newer.
+Several deltas may be *squashed* into one file, which has the newest state of each row. Its `sequence` is the number
+of the last delta. It has two more metadata: `since`, the number before the first delta, and `last_sha256`, the
+    `sha256` of
+the last delta. It can be applied after any delta from `since` on: the rows that it repeats are the same or newer.
 
-For a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
+For a model on several hosts, the router and each host have their own deltas, under the same numbers, with the rows
 and columns that they hold. Such a delta may have no rows.
 
-A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file, see
+A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file; see
 `serving.bundle.signature`.
 """
 
@@ -41,34 +41,34 @@ if TYPE_CHECKING:
     from serving.bundle.signature import TrustedKeys
 
 FORMAT = "1"
-# Takes the place of a delta's SHA-256 while it is computed.
+# Stands for a delta's SHA-256 while it is computed.
 NO_SHA256 = "0" * 64
 # The names of the two tensors of a table.
 IDS, ROWS = "/ids", "/rows"
-# Most bytes of the header, as in safetensors itself.
+# Maximum bytes of the header, as in safetensors itself.
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MOST_ROWS = 2**48
-# The most bytes of a file without its rows, and the bytes of a row's number.
+# Maximum bytes of a file without its rows, and the bytes of a row's number.
 _NAMES_BYTES, _ID_BYTES = 1 << 20, 8
 
 
 def tables_in(tensors: Collection[str]) -> set[str] | None:
-    """The tables of which there are row numbers and rows, by the names of tensors. None: there are others."""
+    """The tables with row numbers and rows in a file, by its tensors' names, or None if there are other tensors."""
     names = {name.removesuffix(IDS) for name in tensors if name.endswith(IDS)}
     return names if {*tensors} == {f"{name}{what}" for name in names for what in (IDS, ROWS)} else None
 
 
 def sha256_text(digest: str) -> bytes:
-    """How the header of a delta has its SHA-256. Names cannot contain this text: their quotes are escaped."""
+    """The text of the SHA-256 in the header of a delta. Names cannot contain it, because their quotes are escaped."""
     return f'"sha256":"{digest}"'.encode()
 
 
 def read_delta(path: Path, manifest: Manifest) -> bytes:
-    """The bytes of a delta, no more than one of these tables can have.
+    """The bytes of a delta.
 
     Raises:
-        BundleError: it cannot be read.
+        BundleError: the file cannot be read, or is larger than a delta of the manifest's tables can be.
     """
     rows_bytes = sum(table.rows * (table.row_bytes + _ID_BYTES) for table in manifest.tables)
     try:
@@ -93,11 +93,11 @@ class Delta(NamedTuple):
     """A delta, or several that were squashed.
 
     Attributes:
-        sequence: its number, or the last number of a squashed delta.
+        sequence: the number of the delta; of a squashed delta, the last number.
         written_at: when it was written, in Unix time.
         tables: changed rows by table.
         digest: its `sha256`.
-        last_digest: `last_sha256` of a squashed delta, else `digest`.
+        last_digest: `last_sha256` of a squashed delta, or else `digest`.
     """
 
     sequence: int
@@ -139,15 +139,15 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
     """A delta from the bytes of its file. Nothing is copied.
 
     Args:
-        path: the file, for errors.
+        path: the path of the file, for errors.
         content: its bytes.
-        manifest: of a bundle of the lineage.
-        lineage: the lineage that it has to be of.
-        step: what it has to be.
+        manifest: the manifest of a bundle of the lineage.
+        lineage: the expected lineage.
+        step: the expected numbers.
 
     Raises:
-        BundleError: it is not a delta, or not the expected one; its bytes changed since it was written; or a row does
-            not fit its table. The message says what.
+        BundleError: the file is not a delta or not the expected one, its bytes changed since it was written, or a row
+            does not fit its table.
     """
     metadata, tensors, data = _unpacked(path, content)
     if (metadata.lineage, metadata.step) != (lineage, step):
@@ -176,13 +176,13 @@ def open_delta(folder: Path, step: Step, manifest: Manifest, trusted: "TrustedKe
     """A delta of a lineage, read and checked.
 
     Args:
-        folder: of the lineage, <deltas>/<model>/<lineage>.
-        step: which.
-        manifest: of a bundle of the lineage.
-        trusted: one of these keys must have signed it. None: no signature is needed.
+        folder: the folder of the lineage, <deltas>/<model>/<lineage>.
+        step: the numbers of the delta.
+        manifest: the manifest of a bundle of the lineage.
+        trusted: one of these keys must have signed the delta. None: no signature is needed.
 
     Raises:
-        BundleError: it cannot be read, none of the keys signed it, or as `parse_delta`.
+        BundleError: the file cannot be read, has no signature by one of the keys, or as for `parse_delta`.
     """
     path = delta_path(folder, *step)
     content = read_delta(path, manifest)
@@ -192,13 +192,13 @@ def open_delta(folder: Path, step: Step, manifest: Manifest, trusted: "TrustedKe
 
 
 def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, as_last: bool) -> Step | None:
-    """The step in a lineage's folder that brings rows to the delta `sequence`, by its digest.
+    """The step in a lineage's folder that ends with the delta `sequence`, found by its digest.
 
     Args:
-        as_last: also take a squashed delta whose last delta has this digest.
+        as_last: also accept a squashed delta whose last delta has this digest.
 
     Returns:
-        The step. None: there is no such file, or its bytes changed since it was written.
+        The step, or None if no such file exists, or its bytes changed since it was written.
     """
     for step in steps_in(folder):
         if step.sequence == sequence:
@@ -212,17 +212,17 @@ def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, a
 
 
 def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor], memoryview]:
-    """What the header of a delta says, and the bytes after it.
+    """The metadata and tensors in the header of a delta, and the bytes after it.
 
     Raises:
-        BundleError: it is not a delta, or its bytes changed since it was written.
+        BundleError: the file is not a delta, or its bytes changed since it was written.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
         raise BundleError(f"{path}: expected a delta, got {len(content)} bytes that are no safetensors: {_AGAIN}")
     header, data = content[_LENGTH_BYTES : _LENGTH_BYTES + length], memoryview(content)[_LENGTH_BYTES + length :]
     try:
-        json_tree(header)  # refuses a key that is there twice
+        json_tree(header)  # refuses repeated keys
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=_Metadata)
         tensors = {name: msgspec.json.decode(tensor, type=_Tensor) for name, tensor in raw.items()}
@@ -244,10 +244,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U8": np.dtype("u1"
 
 
 def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a file, which follow one another and fill it.
+    """The tensors of a file.
 
     Raises:
-        BundleError: they do not.
+        BundleError: the tensors leave gaps, overlap, or do not fill the file.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     start = 0
@@ -260,7 +260,7 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
                 f"got {tensor.data_offsets}: {_AGAIN}"
             )
         array = np.frombuffer(data, np.uint8, stop - start, start)
-        # int64 of another alignment than 8 is right on x86-64 and ARM, and slower.
+        # int64 that is not aligned to 8 bytes works on x86-64 and ARM, but is slower.
         arrays[name] = array.view(dtype).reshape(tensor.shape)
         start = stop
     if start != len(data):
@@ -269,7 +269,7 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
 
 
 def _problem_of(changed: ChangedRows, table: Table) -> str | None:
-    """What is wrong with changed rows of a table. None: nothing is."""
+    """What is wrong with changed rows of a table, or None."""
     ids, rows = changed
     if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != (len(ids), table.row_bytes):
         return (

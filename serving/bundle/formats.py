@@ -1,10 +1,10 @@
-"""How rows are stored: one class for each weight dtype. All properties of a dtype are in its class.
+"""The formats of stored rows: a class for each weight dtype, with all properties of the dtype.
 
 Two layouts exist. A row of floats is `dim` numbers. A row of codes is FBGEMM's fused row: FP16 scale, FP16 bias, then
 `dim` codes, the lower bits of a byte first (https://github.com/pytorch/FBGEMM, QuantUtils). Its numbers are
 code × scale + bias.
 
-All of it is numpy. The program's answers are compared with it, so it shares no code with FBGEMM.
+This code uses numpy alone. It shares no code with FBGEMM, because the program's answers are compared with it.
 """
 
 import enum
@@ -35,9 +35,9 @@ class RowFormat(ABC):
         name: the dtype's name in FBGEMM's SparseType, in manifests and in options.
         sparse_type: the dtype's number in FBGEMM's SparseType.
         max_width_argument: the argument of FBGEMM's TBE operator for the widest table of this dtype.
-        bits: size of one element.
+        bits: the size of an element in bits.
         dim_multiple: the dim must be a multiple of this.
-        header_bytes: bytes of a row before its elements.
+        header_bytes: the bytes of a row before its elements.
         torch_name: torch's name of the dtype of a stored element.
         is_exact: whether trained FP32 numbers are stored unchanged.
     """
@@ -57,7 +57,7 @@ class RowFormat(ABC):
 
     @abstractmethod
     def stored_floats(self, rows: Bytes) -> npt.NDArray[Any]:
-        """The floats that are stored in rows. If they are finite, all numbers of the rows are.
+        """The floats that are stored in rows. If they are finite, so are all numbers of the rows.
 
         Args:
             rows: uint8 [n, row bytes].
@@ -88,7 +88,7 @@ class FloatRows(RowFormat):
         return rows.view(self.numpy)
 
     def dequantize(self, rows: Bytes) -> Floats:
-        """As `RowFormat.dequantize`. FP32 shares the memory of `rows`."""
+        """As `RowFormat.dequantize`. The result shares the memory of FP32 rows."""
         return rows.view(self.numpy).astype(np.float32, copy=False)
 
 
@@ -108,7 +108,7 @@ class CodeRows(RowFormat):
         return scales_and_biases_of(rows)
 
     def dequantize(self, rows: Bytes) -> Floats:
-        """As `RowFormat.dequantize`. Nothing is shared."""
+        """As `RowFormat.dequantize`. The result shares no memory."""
         codes = rows[:, self.header_bytes :]
         codes_in_byte = 8 // self.bits
         numbers: Floats = np.empty((len(rows), codes.shape[1] * codes_in_byte), np.float32)
@@ -200,7 +200,7 @@ class Int2(CodeRows):
 
 
 class WeightDtype(enum.Enum):
-    """How a table's rows are stored. The names are FBGEMM's, of its SparseType.
+    """The dtype of a table's stored rows, with the name that FBGEMM's SparseType has for it.
 
     Attributes:
         format: the class of the dtype.

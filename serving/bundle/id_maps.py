@@ -1,8 +1,9 @@
 """Id maps: the row that a raw id reads, for tables whose ids TorchRec remaps before the lookup.
 
 All maps of a bundle are in one file, `ids.bin`, which processes map and share. A map is a perfect hash of its known
-ids. It has a *seed*, one byte, for each bucket of ids, and *entries* of an id and its row. The bucket of an id says
-which seed chooses its entry. So exactly one entry is read for an id, known or not. Bytes: docs/bundle.md.
+ids. It has a *seed* of one byte for each bucket of ids, and *entries*, each with an id and its row. The seed of an
+id's bucket chooses the entry of the id, so exactly one entry is read for an id, known or not. docs/bundle.md has the
+layout.
 """
 
 from itertools import pairwise
@@ -20,7 +21,7 @@ _FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A8
 _HALF = np.uint64(32)
 _SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
 _SEED_MIX = np.uint64(0xD6E8FEB86659FD93)
-_INT64S = 2**63  # so many int64 are not negative
+_INT64S = 2**63  # the number of int64 that are not negative
 # Largest number of buckets or entries: the upper half of a hash times such a number is below 2⁶⁴.
 _MOST = 2**32 - 1
 
@@ -34,8 +35,8 @@ class HashedIds(Strict, frozen=True, omit_defaults=True):
     Attributes:
         bounds: the rows of training's buckets. Bucket b has the rows [bounds[b], bounds[b + 1]).
         divided: whether an id's index among the ids of its bucket is hashed, instead of the id.
-        input_hash_size: the ids below it belong to the buckets in equal runs, rounded up. Others are refused. None:
-            any int64 is an id, and the buckets take turns.
+        input_hash_size: valid ids are below it, and each bucket has a run of them; the runs have equal lengths,
+            rounded up. None: any int64 is a valid id, and the buckets take turns.
     """
 
     bounds: tuple[int, ...]
@@ -49,13 +50,13 @@ class HashedIds(Strict, frozen=True, omit_defaults=True):
 
     @property
     def block(self) -> int | None:
-        """Length of a run: bucket b has the ids [b · block, (b + 1) · block). None: the buckets take turns."""
+        """The length of a run: bucket b has the ids [b · block, (b + 1) · block). None: the buckets take turns."""
         return None if self.input_hash_size is None else -(-self.input_hash_size // self.buckets)
 
     def parts_of(self, ids: Numbers) -> tuple[Numbers, Numbers]:
-        """The bucket of each id, and what of it is hashed: int64 [n] both.
+        """The bucket of each id, and the number that is hashed for it: int64 [n] both.
 
-        With an `input_hash_size`, ids outside have a bucket that there is not.
+        Invalid ids get a bucket that does not exist.
         """
         if self.block is None:
             return ids % self.buckets, ids // self.buckets if self.divided else ids
@@ -66,11 +67,11 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
     """The map of one table.
 
     Attributes:
-        known: number of known ids.
-        buckets: number of seeds.
-        capacity: number of entries.
-        seeds_offset: where the seeds begin in the file, in bytes.
-        entries_offset: where the entries begin in the file, in bytes.
+        known: the number of known ids.
+        buckets: the number of seeds.
+        capacity: the number of entries.
+        seeds_offset: the offset of the seeds in the file, in bytes.
+        entries_offset: the offset of the entries in the file, in bytes.
         hashed: how unknown ids are hashed to rows. None: they read the last row.
     """
 
@@ -83,19 +84,19 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
 
     @property
     def valid_ids(self) -> int | None:
-        """The ids are those in [0, valid_ids). None: any int64 is one."""
+        """Valid ids are in [0, valid_ids). None: any int64 is valid."""
         if self.hashed is None or self.hashed.block is None:
             return None
         return min(self.hashed.block * self.hashed.buckets, _INT64S)
 
     @property
     def regions(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The bytes of the seeds and of the entries: [start, stop) each."""
+        """The ranges of the seeds and of the entries in the file, in bytes: [start, stop) each."""
         seeds, entries = self.seeds_offset, self.entries_offset
         return (seeds, seeds + self.buckets), (entries, entries + ENTRY_BYTES * self.capacity)
 
     def contradiction(self, rows: int) -> str | None:
-        """What contradicts itself in the map of a table with `rows` rows. None: nothing."""
+        """A contradiction in the map of a table with `rows` rows, or None."""
         if not 0 <= self.known <= self.capacity or not 0 < self.capacity <= _MOST or not 0 < self.buckets <= _MOST:
             return (
                 f"expected up to {_MOST} entries and buckets, and no more known ids than entries, "
@@ -113,7 +114,7 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
 
 
 def hashes_of(ids: Numbers) -> Hashes:
-    """The hash of each id: int64 [n] → uint64 [n]. No two ids have the same. Its upper half is mixed better."""
+    """The hash of each id: int64 [n] → uint64 [n]. All hashes differ. The upper half of a hash is mixed better."""
     hashes = ids.view(np.uint64) * _FIRST_MIX
     hashes ^= hashes >> _HALF
     hashes *= _SECOND_MIX
@@ -135,7 +136,7 @@ def entries_of(hashes: Hashes, seeds: npt.NDArray[np.uint8], capacity: Hashes) -
 
     Args:
         hashes: uint64 [n].
-        seeds: of their buckets; uint8 [n], or [1] for all.
+        seeds: the seeds of their buckets; uint8 [n], or [1] for all.
         capacity: number of entries of the map of each id; uint64 [n], or [1] for all.
     """
     mixed = hashes ^ (seeds * _SEED_STEP)

@@ -1,6 +1,6 @@
-"""Open a bundle: read its manifest, compare its files with their digests, say where the bytes of a rank lie.
+"""Open a bundle: read its manifest, and compare its files with their digests.
 
-A bundle that a process holds is not removed.
+`tbe-export prune` removes no bundle that a process holds.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ def digest_file(path: Path, *, follow: bool = False) -> FileDigest:
     """Size and SHA-256 of the file at `path`.
 
     Raises:
-        OSError: as `serving.files.open_file`.
+        OSError: as for `serving.files.open_file`.
     """
     with open_file(path, follow=follow) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -39,7 +39,7 @@ def digest_file(path: Path, *, follow: bool = False) -> FileDigest:
 
 
 def check_size(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
-    """Refuse a file that is missing, is no regular file, or has another size. Its content is not read.
+    """Refuse a file that is missing, is not a regular file, or has another size. Its content is not read.
 
     Raises:
         BundleError: naming the file, what was expected and what came.
@@ -62,7 +62,7 @@ def check_digest(path: Path, expected: FileDigest, *, follow: bool = False) -> N
 
 
 def read_checked(path: Path, expected: FileDigest) -> bytes:
-    """The bytes of a file. Exactly these bytes were compared with `expected`.
+    """The bytes of a file, which were compared with `expected`.
 
     Raises:
         BundleError: naming the file, what was expected and what came.
@@ -89,7 +89,7 @@ def check_sha256(path: Path | str, sha256: str, expected: FileDigest) -> None:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Say which file of a bundle cannot be read."""
+    """During the block, turn an OSError into an error that names the file of the bundle."""
     try:
         yield
     except OSError as error:
@@ -97,15 +97,15 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def weights_path(directory: Path, manifest: Manifest, rank: int) -> Path:
-    """The file with the bytes of a rank. It may not be there: a host's bundle may be on that host alone.
+    """The path of the file with the bytes of a rank. It may not exist: a host's bundle may be on that host only.
 
     Args:
-        directory: of the bundle.
-        manifest: of the bundle.
-        rank: number of the rank.
+        directory: the folder of the bundle.
+        manifest: its manifest.
+        rank: the number of the rank.
 
     Returns:
-        The bundle's own file; of a rank on another host, that of the host's bundle in the same repository.
+        The bundle's own file; for a rank on another host, the file of the host's bundle in the same repository.
     """
     host_rank = manifest.plan.ranks[rank]
     if host_rank.weights_file is not None:
@@ -119,7 +119,7 @@ def weights_paths(directory: Path, manifest: Manifest) -> dict[int, Path]:
     return {rank: weights_path(directory, manifest, rank) for rank in range(len(manifest.plan.ranks))}
 
 
-if TYPE_CHECKING:  # a client need not have cryptography
+if TYPE_CHECKING:  # clients may lack cryptography
     from serving.bundle.signature import TrustedKeys
 
 
@@ -142,10 +142,10 @@ class Bundle:
 
 
 def versions(model: Path) -> list[int]:
-    """The versions of a model, oldest first. Empty if there is no such model.
+    """The versions of a model, oldest first; empty if the model does not exist.
 
     Args:
-        model: its folder, <repository>/<name>.
+        model: the model's folder, <repository>/<name>.
     """
     return sorted(int(entry.name) for entry in model.glob("[0-9]*") if entry.name.isdecimal())
 
@@ -154,10 +154,10 @@ def newest(model: Path) -> int:
     """The newest version of a model.
 
     Args:
-        model: its folder, <repository>/<name>.
+        model: the model's folder, <repository>/<name>.
 
     Raises:
-        BundleError: it has no version.
+        BundleError: the model has no version.
     """
     published = versions(model)
     if not published:
@@ -183,12 +183,12 @@ def check_published(model: Path, requested: Iterable[int]) -> None:
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     """Read the manifest of a bundle, and check its files. Weights files are not read.
 
-    Every file must exist with its size. All files must have their digests, except the weights files and the file of
-    id maps: `verify_digests` compares these, too. So the time does not depend on the size of the tables.
+    Every file must exist with its size. All files but the weights files and the file of id maps are compared with
+    their digests; `verify_digests` compares these, too. So the time does not depend on the size of the tables.
 
     Args:
-        path: the bundle, <model>/<version>.
-        trusted: one of these keys must have signed the bundle as that version of that model. None: no signature is
+        path: the folder of the bundle, <model>/<version>.
+        trusted: one of these keys must have signed the bundle as this version of this model. None: no signature is
             needed.
 
     Raises:
@@ -214,7 +214,7 @@ def open_host(router: Bundle, host: HostBundle, trusted: "TrustedKeys | None" = 
         trusted: as in `open_bundle`.
 
     Raises:
-        BundleError: as `open_bundle`; or it is another bundle than the router names.
+        BundleError: as for `open_bundle`, or the bundle is not the one that the router names.
     """
     bundle = open_bundle(path_of(router.path, host), trusted)
     if bundle.digest != host.manifest:
@@ -233,7 +233,7 @@ def _read_anybodys(manifest: Path) -> bytes:
 
 
 def verify_digests(bundle: Bundle, *, but: Collection[str] = ()) -> None:
-    """Read every file of `bundle` except those named in `but`, and compare its SHA-256.
+    """Read every file of a bundle except those named in `but`, and compare its SHA-256.
 
     Raises:
         BundleError: naming the first file that differs.
@@ -244,7 +244,7 @@ def verify_digests(bundle: Bundle, *, but: Collection[str] = ()) -> None:
 
 
 def weights_changed_since(bundle: Bundle, moment: float) -> bool:
-    """Whether a weights file, or the file of id maps, was changed, moved or replaced at `moment` or later.
+    """Whether a weights file or the file of id maps was changed, moved or replaced at `moment` or later.
 
     Args:
         bundle: an open bundle.
@@ -260,7 +260,7 @@ def hold(path: Path) -> int:
         A file descriptor. The bundle is in use until the descriptor is closed, or the process ends.
 
     Raises:
-        BundleError: there is no bundle at `path`.
+        BundleError: no bundle exists at `path`.
     """
     try:
         with open_file(path / MANIFEST) as file:
@@ -273,11 +273,11 @@ def hold(path: Path) -> int:
 
 @contextmanager
 def in_use(path: Path) -> Iterator[bool]:
-    """Whether a process holds the bundle at `path`. If none does, none can begin to hold it inside the block."""
+    """Whether a process holds the bundle at `path`. If not, no process can begin to hold it during the block."""
     try:
         file = open_file(path / MANIFEST)
     except OSError as error:
-        # A bundle that does not exist is not in use. One that this process may not read can be.
+        # A missing bundle is not in use. A bundle that this process may not read can be.
         yield isinstance(error, PermissionError)
         return
     with file:
@@ -290,13 +290,13 @@ def in_use(path: Path) -> Iterator[bool]:
 
 
 def remove_version(version: Path) -> bool:
-    """Remove a version, unless a process has it open: it is renamed away at once, and then its files are removed.
+    """Remove a version, unless a process has it open. It is renamed first, so that it disappears at once.
 
     Returns:
         Whether it was removed.
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be removed.
     """
     repository = version.parent.parent
     with in_use(version) as used:
@@ -305,5 +305,5 @@ def remove_version(version: Path) -> bool:
         # As for drafts: Triton takes every folder inside the repository for a model.
         trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
         version.rename(trash / "version")
-    shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
+    shutil.rmtree(trash, ignore_errors=True)  # the next export removes leftovers
     return True

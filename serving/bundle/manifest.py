@@ -4,14 +4,14 @@ A bundle is one version of a Triton model::
 
     model.py             from serving.backend import TritonPythonModel
     manifest.json        the types below, as JSON
-    program.pt           TorchScript, without weights, unless the export could not use it
-    scores.pt            the dense part, if there is one, with its weights: TorchScript
+    program.pt           the lookup as TorchScript, without weights, unless the export could not use TorchScript
+    scores.pt            the dense part, if the bundle has scores, with its weights: TorchScript
     scores.pt2           the same as an exported program
     scores.user.pt       what depends on the user alone, for many items of one user; TorchScript
     scores.items.pt      the rest of the dense part for these items
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
     ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
-    manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
+    manifest.sig         the publisher's signature, if the bundle is signed: serving/bundle/signature.py
 
 `serving.bundle.formats` has the formats of rows.
 """
@@ -30,26 +30,26 @@ from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files import Strict
 from serving.notebook_table import notebook_table
 
-# The number of this format. What a bundle needs of its reader beyond it is in `Manifest.requires`.
+# The number of this format. `Manifest.requires` has what a bundle needs of its reader beyond the format.
 FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
 # Pattern of the names of weights files.
 WEIGHTS_FILES = "weights.*.bin"
-# The device whose kernels read the rows. Other devices need other packing.
+# The device whose kernels read the rows. Other devices need rows in another layout.
 DEVICE = "cpu"
 # Shards start at multiples of this, in bytes: two cache lines, as in FBGEMM's own allocator.
 SHARD_ALIGNMENT = 128
 
 
 def aligned(offset: int, alignment: int = SHARD_ALIGNMENT) -> int:
-    """The next multiple of `alignment`: where a shard may start."""
+    """The next multiple of `alignment`, at which a shard may start."""
     return -(-offset // alignment) * alignment
 
 
 class Capability(StrEnum):
-    """What a bundle may require of its reader. A reader refuses by name what it does not know."""
+    """A capability that a bundle may require of its reader. A reader refuses unknown ones by name."""
 
     AOT_INDUCTOR = "aot_inductor"
     COMPACTED = "compacted"
@@ -92,18 +92,18 @@ class Agreement(Strict, frozen=True):
 class Parity(Strict, frozen=True, omit_defaults=True):
     """How far one table's numbers moved at each step of the export.
 
-    `quantized` compares rows. All others compare answers to a probe, divided by the ids of their bags (by the sum of
-    |weight|, if that is larger than 1) where these are added up: so all differences are those of an element of a row.
-    There, `worst_row` is a sample.
+    `quantized` compares rows. The other steps compare answers to a probe. Pooled answers are divided by the number of
+    ids in their bags, or by the sum of |weight| if that is larger than 1, so that all differences are per element of
+    a row. In these steps, `worst_row` is a sample.
 
     Attributes:
-        table: name of the table.
-        limit: no element of the table's rows may move by more than this.
-        quantized: the trained float rows and the stored rows.
-        sharded: numpy's pooling of the stored rows and the program before it is compiled.
-        reloaded: the program, as TorchScript where there is one, and the published files in another process.
-        scripted: the program before it is compiled and its TorchScript. None: the bundle has no `program.pt`.
-        trained: the trained module as TorchRec runs it and the published files. None: it could not be run.
+        table: the name of the table.
+        limit: the largest allowed change of an element of the table's rows.
+        quantized: the trained float rows against the stored rows.
+        sharded: numpy's pooling of the stored rows against the program before it is compiled.
+        reloaded: the program, as TorchScript if possible, against the published files in another process.
+        scripted: the program before it is compiled against its TorchScript. None: the bundle has no `program.pt`.
+        trained: the trained module, run by TorchRec, against the published files. None: it could not be run.
     """
 
     table: str
@@ -116,11 +116,11 @@ class Parity(Strict, frozen=True, omit_defaults=True):
 
 
 class Compacted(Strict, frozen=True):
-    """Which deltas are in the rows of a version.
+    """The deltas that are in the rows of a version.
 
     Attributes:
         lineage: their lineage, which the version continues: 32 hex digits.
-        sequence: the number of the newest of these deltas. The rows have all earlier ones, too. 0: they have none.
+        sequence: the number of the newest of these deltas; 0 for no delta. The rows also have all earlier deltas.
     """
 
     lineage: Annotated[str, msgspec.Meta(pattern=f"^{LINEAGE.pattern}$")]
@@ -131,9 +131,9 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     """The content of manifest.json: what the bundle holds.
 
     Attributes:
-        features: in the default order of an answer. Features of one key are adjacent. The default order of a request
-            is that of their keys.
-        parity: of each table.
+        features: the features in the default order of an answer. Features of one key are adjacent. The default order
+            of a request is the order of their keys.
+        parity: the parity of each table.
         exported_at: Unix time in seconds.
         versions: versions of the libraries that exported the bundle, by name.
         files: every file of the bundle except the manifest and its signature, by name.
@@ -143,9 +143,9 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         part_of: in the manifest of a host, the plan that it is a part of.
         id_dtype: the dtype of `values` in a request.
         dense_part: the program that turns pooled embeddings into scores. None: only embeddings are served.
-        compacted: the deltas that are in its rows. None: no deltas. It begins a lineage of its own.
+        compacted: the deltas that are in its rows. None: it has no deltas, and starts a lineage.
         checkpoint: the fingerprint of the files that its weights were read from: SHA-256, in hex. Bundles that were
-            exported from the same save have the same. None: the weights were in no file.
+            exported from the same save have the same fingerprint. None: the weights were not read from a file.
     """
 
     features: tuple[Feature, ...]
@@ -192,7 +192,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def requires(self) -> tuple[Capability, ...]:
-        """What a reader must support to serve the bundle, in the order of `Capability`."""
+        """The capabilities that a reader must have to serve the bundle, in the order of `Capability`."""
         maps = [table.id_map for table in self.tables if table.id_map is not None]
         dense_files = () if self.dense_part is None else self.dense_part.files
         needed = {
@@ -215,7 +215,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def sequence(self) -> int:
-        """The number of the newest delta that is in its rows; 0 if there is none."""
+        """The number of the newest delta in its rows, or 0."""
         return 0 if self.compacted is None else self.compacted.sequence
 
     @property
@@ -242,7 +242,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def longest_bags(self) -> dict[str, int]:
-        """The most ids in a bag, for each key that is read with position weights."""
+        """The maximum number of ids in a bag, for each key that is read with position weights."""
         longest: dict[str, int] = {}
         for feature in self.features:
             if feature.position_weights:
@@ -252,7 +252,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def rows_of_keys(self) -> dict[str, int]:
-        """The number of valid ids of each key: the least of the tables that read it.
+        """The number of valid ids of each key: the smallest one of the tables that read it.
 
         It is `ANY_INT64` if any int64 is a valid id of all these tables.
         """
@@ -272,20 +272,20 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def weights_files(self) -> frozenset[str]:
-        """The names of the ranks' weights files. They may be symbolic links. No other file of a bundle may be one."""
+        """The names of the ranks' weights files, the only files of a bundle that may be symbolic links."""
         return frozenset(rank.weights_file for rank in self.plan.ranks if rank.weights_file is not None)
 
     @property
     def mapped_files(self) -> frozenset[str]:
-        """The names of the files that are mapped, not read: the weights files and the file of id maps."""
+        """The names of the files that are mapped instead of read: the weights files and the file of id maps."""
         return self.weights_files | {IDS for table in self.tables if table.id_map is not None}
 
     @property
     def schema_digest(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
-        These are the features with their dims, whether each is pooled and has per-id weights, the dtypes of ids and
-        output, and the names, shapes and dtypes of dense inputs and scores. A version can replace another one with
+        That is the features with their dims, whether they are pooled and have per-id weights, the dtypes of ids and
+        outputs, and the names, shapes and dtypes of dense inputs and scores. A version can replace another one with
         the same schema while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)

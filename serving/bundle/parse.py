@@ -1,4 +1,4 @@
-"""Read a manifest strictly, because it is not trusted. One that contradicts itself is refused."""
+"""Read a manifest strictly, because it is not trusted, and refuse contradictions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files import UNREADABLE, json_tree
 
-# Formats that only releases before the first one wrote.
+# Formats that only pre-releases wrote.
 _PRE_RELEASES = range(1, FORMAT_VERSION)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, IDS)
@@ -67,16 +67,16 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def _taken_header(path: Path, document: dict[str, Any]) -> list[str]:
-    """Take `format_version` and `requires` out of a manifest, before its other keys are judged.
+    """Take `format_version` and `requires` out of a manifest, before its other keys are checked.
 
-    A later format, or a capability that this release does not know, may bring keys that it does not know either.
+    Later formats and unknown capabilities may have other keys that this release does not know.
 
     Returns:
         `requires`.
 
     Raises:
-        BundleError: the format is another one, or the bundle requires what this release does not know.
-        ValueError: one of them is missing or of another type.
+        BundleError: the format differs, or the bundle requires an unknown capability.
+        ValueError: one of them is missing or has a wrong type.
     """
     version = msgspec.convert(document, _Format).format_version
     if version != FORMAT_VERSION:
@@ -96,7 +96,7 @@ def _taken_header(path: Path, document: dict[str, Any]) -> list[str]:
 
 
 def _nulls(document: Any) -> Iterator[str]:
-    """Find nulls where the key should be missing; msgspec takes them for missing keys."""
+    """Find nulls in place of missing keys, which msgspec does not distinguish."""
     for feature in document["features"]:
         if "shared_key" in feature and feature["shared_key"] is None:
             yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"
@@ -110,13 +110,13 @@ def _nulls(document: Any) -> Iterator[str]:
 
 
 def _hashed(table: Any) -> Any:
-    """What the map of a table says of unknown ids. Empty: nothing."""
+    """How the map of a table hashes unknown ids; empty if it does not."""
     return (table.get("id_map") or {}).get("hashed") or {}
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest that contradicts itself. Code that reads it later can then index by every name in it."""
-    # The order matters: each check uses only what the checks before it found right.
+    """Refuse a manifest that contradicts itself, so that later code can index by every name in it."""
+    # The order matters: a check relies on the checks before it.
     for contradictions in (
         _in_tables,
         _in_features,
@@ -141,7 +141,7 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
         if table.rows <= 0 or table.dim <= 0:
             yield f"{where}: expected rows and dim > 0, got {table.rows} × {table.dim}"
         multiple = table.dtype.format.dim_multiple
-        if manifest.part_of is not None:  # its tables are shards, and their columns may be cut
+        if manifest.part_of is not None:  # tables of hosts are shards, whose columns may be cut
             multiple = min(multiple, COLUMN_MULTIPLE)
         if table.dim % multiple:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
@@ -234,7 +234,7 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
     used = {MODEL, *manifest.mapped_files}
     if manifest.dense_part is not None:
         used |= {*manifest.dense_part.file_names}
-    for name in sorted(used ^ (manifest.files.keys() - {PROGRAM})):  # `requires` says whether that is there
+    for name in sorted(used ^ (manifest.files.keys() - {PROGRAM})):  # `requires` lists that file
         difference = "no" if name in used else "another"
         yield f"files: expected each file of the bundle but its manifest and signature, got {difference} {name!r}"
 

@@ -1,4 +1,4 @@
-"""Contradictions in what a manifest says of its dense part."""
+"""Find contradictions in a manifest about its dense part."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,12 +14,12 @@ from serving.bundle.scores import (
     wrong_names,
 )
 
-# numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
+# numpy arrays have at most 32 dimensions, and an input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
 
 
 def in_dense_part(manifest: Manifest) -> Iterator[str]:
-    """Find contradictions in the dense part, if there is one. Tables and features are right."""
+    """Find contradictions in the dense part, if the manifest has one. Tables and features were checked."""
     part = manifest.dense_part
     if part is None:
         return

@@ -1,12 +1,13 @@
-"""Where the tables are: TorchRec's ShardingPlan, with the file and byte offset of every shard.
+"""The plan: TorchRec's ShardingPlan, with the file and byte offset of every shard.
 
 A shard is a rectangle of a table on one rank. If a table is cut by rows and by columns, all blocks of columns are cut
 at the same rows. Each block of columns has its own copy of a row's scale and bias.
 
-Over several hosts there is a router's bundle, and one bundle for each host of its plan. The router's plan has all
-ranks. The first is its own, with a weights file. Each other rank is a host, and has no file in the router's bundle:
-the host has a bundle of its own with its rows. That is an ordinary bundle. A shard of the router's plan is a table in
-it, and a segment (one feature over one shard) is a feature. Its pooling is always SUM.
+A plan over several hosts has a router's bundle, and a bundle for each host. The router's plan has all ranks. The
+first rank is the router's own, with a weights file. Every other rank is a host, and has no file in the router's
+bundle: its rows are in the host's bundle. That is an ordinary bundle, in which a shard of the router's plan is a
+    table, and a
+segment (one feature over one shard) is a feature. Its pooling is always SUM.
 """
 
 import enum
@@ -19,9 +20,9 @@ import msgspec
 from serving.files import Strict
 from serving.notebook_table import notebook_table
 
-# Columns are cut at multiples of this: whole bytes of every dtype, and widths that FBGEMM's kernels take.
+# Columns are cut at multiples of this: whole bytes in every dtype, and widths that FBGEMM's kernels accept.
 COLUMN_MULTIPLE = 4
-# The host of the router's own rank. All others count from 0.
+# The host of the router's own rank. Other hosts count from 0.
 ROUTER = -1
 # The only weights file of a bundle with one rank.
 FIRST_WEIGHTS = "weights.0.bin"
@@ -49,12 +50,12 @@ class ShardingType(enum.Enum):
 
 
 class Rank(Strict, frozen=True):
-    """One place that holds shards: a device of a host.
+    """A device of a host, which holds shards.
 
     Attributes:
-        host: number of the host.
-        device: kind of the device, `serving.bundle.manifest.DEVICE`.
-        weights_file: name of the bundle's file with the bytes of the shards. None: they are in the host's own bundle.
+        host: the number of the host.
+        device: the kind of the device, `serving.bundle.manifest.DEVICE`.
+        weights_file: the name of the bundle's file with the bytes of the shards. None: they are in the host's bundle.
     """
 
     host: int
@@ -66,8 +67,8 @@ class Shard(Strict, frozen=True):
     """A rectangle of a table: rows [rows[0], rows[1]) × columns [columns[0], columns[1]).
 
     Attributes:
-        rank: number of the rank that holds it.
-        offset_bytes: where it begins in the rank's file.
+        rank: the number of the rank that holds it.
+        offset_bytes: its offset in the rank's file.
     """
 
     table: str
@@ -92,7 +93,7 @@ class Plan(Strict, frozen=True):
 
     Attributes:
         sharding: the sharding type of each table, by name.
-        row_alignment: in bytes. Each row takes a multiple of it.
+        row_alignment: the bytes of a stored row are a multiple of this.
     """
 
     sharding: dict[str, ShardingType]
@@ -120,7 +121,7 @@ class Plan(Strict, frozen=True):
 
     @property
     def rank_of_host(self) -> dict[int, int]:
-        """In a router's plan, the rank of each host by number of the host, in rank order."""
+        """In a router's plan, the rank of each host by the host's number, in rank order."""
         return {rank.host: number for number, rank in enumerate(self.ranks) if rank.weights_file is None}
 
     @property
@@ -133,9 +134,9 @@ class Plan(Strict, frozen=True):
 
     @property
     def pieces_by_table(self) -> dict[str, tuple[Shard, ...]]:
-        """The shards of each table that are looked up: together they hold every number once.
+        """The shards of each table that are looked up, which together hold every number once.
 
-        One copy of a data-parallel table is looked up. The ranks take turns in that, table by table.
+        Only one copy of a data-parallel table is looked up. The ranks take turns, table by table.
         """
         pieces = self.shards_by_table
         copied = [table for table, kind in self.sharding.items() if kind is ShardingType.DATA_PARALLEL]
@@ -155,13 +156,13 @@ def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard
 
     Args:
         kind: the table's sharding type.
-        rows: of the table.
-        dim: of the table.
+        rows: the rows of the table.
+        dim: the dim of the table.
         shards: all shards of the table.
         ranks: the number of ranks.
 
     Returns:
-        None if the shards hold every number of the table once. For a data-parallel table: once on each rank.
+        None if the shards hold every number of the table once; for a data-parallel table, once on each rank.
     """
     for shard in shards:
         if not 0 <= shard.rank < ranks:
@@ -183,7 +184,7 @@ def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard
 
 
 def _copies_error(rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> str | None:
-    """What is wrong with the copies of a data-parallel table. Arguments as `tiling_error`."""
+    """What is wrong with the copies of a data-parallel table, or None. Arguments as for `tiling_error`."""
     whole = ((0, rows), (0, dim))
     copies = sorted(shard.rank for shard in shards if (shard.rows, shard.columns) == whole)
     if copies == list(range(ranks)) == sorted(shard.rank for shard in shards):
@@ -212,11 +213,11 @@ class HostBundle(Strict, frozen=True, omit_defaults=True):
     """The bundle of a host in a router's plan. The router accepts no other version of that model.
 
     Attributes:
-        host: number of the host in the plan.
-        model: name of the model.
-        version: of the model.
-        manifest: SHA-256, in hex, of its manifest.json.
-        lineage: that of the deltas in its rows, where the router's has some in its own (`Manifest.compacted`).
+        host: the number of the host in the plan.
+        model: the name of the model.
+        version: the version of the model.
+        manifest: SHA-256, in hex, of the bundle's manifest.json.
+        lineage: the lineage of the deltas in its rows, if the router's bundle has deltas (`Manifest.compacted`).
     """
 
     host: int
@@ -234,7 +235,7 @@ class HostBundle(Strict, frozen=True, omit_defaults=True):
 
     @property
     def router(self) -> str | None:
-        """The name of the router's model, derived from this one. None: this is no name that `host_model` gives."""
+        """The name of the router's model, derived from this name, or None if it is not made by `host_model`."""
         router = self.model.removesuffix(host_model("", self.host))
         return router if is_model_name(router) and router != self.model else None
 
@@ -243,8 +244,8 @@ class Part(Strict, frozen=True):
     """The router's plan that a host's bundle is a part of.
 
     Attributes:
-        model: name of the router's model.
-        host: number of the host in the router's plan.
+        model: the name of the router's model.
+        host: the number of the host in the router's plan.
         plan: `Manifest.placement_digest` of the router's manifest, in hex.
     """
 
@@ -259,17 +260,17 @@ class Part(Strict, frozen=True):
 
     @property
     def text(self) -> str:
-        """The plan and the host, as a router's request names them: partial sums of another plan mean nothing."""
+        """The plan and the host as in a router's request, because partial sums of another plan are useless."""
         return part_text(self.host, self.plan)
 
 
 def is_model_name(text: str) -> bool:
-    """Whether `text` may be the name of a model. It names a folder, and is part of paths."""
+    """Whether `text` may be the name of a model, which is also the name of a folder."""
     return _MODEL_NAME.fullmatch(text) is not None
 
 
 def part_text(host: int, plan: str) -> str:
-    """The text `PLAN/HOST`. A request to a host names by it the plan that the host's bundle has to be a part of.
+    """The text `PLAN/HOST`, by which a request to a host names the plan that the host's bundle must be a part of.
 
     Args:
         host: number of the host.

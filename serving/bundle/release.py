@@ -1,7 +1,7 @@
-"""A release: a file of the repository that says which versions of a model to serve.
+"""A release: a file of the repository that names the versions of a model to serve.
 
-It is REPOSITORY/NAME.release.json, and its signature is REPOSITORY/NAME.release.sig. It is not in the model's folder:
-if a file there changes, Triton reloads all versions. In the repository itself, Triton ignores files.
+The file is REPOSITORY/NAME.release.json, and its signature is REPOSITORY/NAME.release.sig. It is not in the model's
+folder, because Triton reloads all versions if a file there changes. Triton ignores files in the repository itself.
 """
 
 import os
@@ -25,9 +25,9 @@ class Release(Strict, frozen=True):
     """The versions of a model to serve.
 
     Attributes:
-        versions: exactly these are served. The newest of them answers requests that name no version.
-        sequence: greater than in all earlier releases, so that an old file that is put back is refused. It is
-            Unix time in milliseconds, or one more than in the release before.
+        versions: the versions to serve. The newest of them answers requests that name no version.
+        sequence: a number greater than in all earlier releases, so that a restored old file is refused: Unix time in
+            milliseconds, or one more than in the previous release.
     """
 
     versions: Annotated[tuple[_Positive, ...], msgspec.Meta(min_length=1)]
@@ -44,11 +44,11 @@ def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release |
     """The release of a model, or None.
 
     Args:
-        model: its folder, <repository>/<name>.
+        model: the model's folder, <repository>/<name>.
         trusted: one of these keys must have signed the release for this model. None: no signature is needed.
 
     Raises:
-        BundleError: it cannot be read, is no release, or none of the keys signed it.
+        BundleError: the file cannot be read, is not a release, or has no signature by one of the keys.
     """
     path = release_path(model)
     if not os.path.lexists(path):

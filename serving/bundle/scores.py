@@ -1,4 +1,4 @@
-"""The dense part of a model in its bundle: the layers after the collections. It turns embeddings into scores."""
+"""The dense part of a model in its bundle: the layers after the collections, which turn embeddings into scores."""
 
 import enum
 import re
@@ -25,7 +25,7 @@ RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
 
 class DenseDtype(enum.Enum):
-    """How a dense part's weights are stored. INT8 quantizes the weights of nn.Linear, and its inputs dynamically."""
+    """The dtype of a dense part's weights. INT8 quantizes the weights of nn.Linear, and its inputs dynamically."""
 
     FP32 = "FP32"
     BF16 = "BF16"
@@ -33,13 +33,13 @@ class DenseDtype(enum.Enum):
 
 
 class DenseCompiler(enum.Enum):
-    """What compiles the dense part to native code. AOTI: AOTInductor, for x86-64-v3."""
+    """The compiler of the dense part to native code. AOTI: AOTInductor, for x86-64-v3."""
 
     AOTI = "AOTI"
 
 
 class DenseFormat(enum.Enum):
-    """What a file with the dense part was written by.
+    """The writer of a file with the dense part.
 
     TORCHSCRIPT: `torch.jit.save`.
     EXPORTED_PROGRAM: `torch.export.save`.
@@ -52,14 +52,14 @@ class DenseFormat(enum.Enum):
 
 
 class DenseFile(Strict, frozen=True, omit_defaults=True):
-    """A file of the bundle that has the whole dense part. All of them answer alike.
+    """A file of the bundle with the whole dense part. All such files answer alike.
 
     Attributes:
-        name: of the file.
-        relative_time: the time of a call, divided by that of the first file's. The export measured it. None: there is
-            nothing to compare with.
-        instructions: of AOTINDUCTOR, the instruction set of the processors that the code runs on, such as x86-64-v3.
-        torch: of AOTINDUCTOR, the release of torch that the code runs with, as `torch.__version__`.
+        name: the name of the file.
+        relative_time: the time of a call divided by that of the first file, as measured by the export. None: there is
+            only one file.
+        instructions: for AOTINDUCTOR, the instruction set that the code needs, such as x86-64-v3.
+        torch: for AOTINDUCTOR, the release of torch that the code runs with, as `torch.__version__`.
     """
 
     name: str
@@ -129,8 +129,8 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
 
     Attributes:
         name: the argument of the model's forward, or its path in an example input, such as `batch.dense_features`.
-        shape: of one sample, or of one id. () is one number.
-        rows: the integers read an embedding in the dense part, and are in [0, rows). None: any number is accepted.
+        shape: the shape of one sample, or of one id. () is one number.
+        rows: the integers index an embedding in the dense part, and must be in [0, rows). None: any number is valid.
         key: the input has a row for each of the n ids of this key, in their order. None: a row for each sample.
     """
 
@@ -142,7 +142,7 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """What a client can see of it. FP32 [B, width] has the short form, so that old digests stay valid."""
+        """What a client can see of the input. FP32 [B, width] has a short form, which keeps old digests valid."""
         if self.dtype is InputDtype.FP32 and len(self.shape) == 1 and self.key is None:
             return [self.name, *self.shape]
         return [self.name, self.shape, self.dtype.value, *([] if self.key is None else [self.key])]
@@ -168,7 +168,7 @@ class JaggedInput(Strict, frozen=True):
     """An input of the dense part that is made of the ids of a request, or has a row for each of them.
 
     Attributes:
-        name: for ROWS, of a feature that is not pooled; for NUMBERS, of a dense input; for the others, of a key.
+        name: for ROWS, a feature that is not pooled; for NUMBERS, a dense input; for the other kinds, a key.
     """
 
     kind: JaggedKind
@@ -179,9 +179,9 @@ class LabelledAuc(Strict, frozen=True, omit_defaults=True):
     """The area under the ROC curve of one output, on samples with labels.
 
     Attributes:
-        samples: number of samples.
-        served: AUC of the served program, with the stored rows.
-        trained: AUC of the unchanged trained model. None: it could not be run.
+        samples: the number of samples.
+        served: the AUC of the served program, with the stored rows.
+        trained: the AUC of the unchanged trained model, or None if it could not be run.
     """
 
     samples: int
@@ -199,7 +199,7 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
         trained: the largest |difference| between the unchanged trained model and the served program with the stored
             rows. None: the trained model could not be run.
         trained_mean: the mean of that |difference|.
-        auc: on samples with labels. None: the export got no labels for this output.
+        auc: the AUC on samples with labels, or None if the export got no labels for this output.
     """
 
     scale: float
@@ -214,7 +214,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
     """An output of the dense part: [B, *shape]; or, with a key, [n, *shape].
 
     Attributes:
-        shape: of one sample, or of one id. () is one number.
+        shape: the shape of one sample, or of one id. () is one number.
         key: the output has a row for each of the n ids of this key, in their order. None: a row for each sample.
     """
 
@@ -226,19 +226,19 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """What a client can see of it. FP32 is left out, so that old digests stay valid."""
+        """What a client can see of the output. FP32 is left out, which keeps old digests valid."""
         dtype = [] if self.dtype is ScoreDtype.FP32 else [[self.dtype.value]]
         return [self.name, self.shape, *([] if self.key is None else [self.key]), *dtype]
 
 
 class UserSide(Strict, frozen=True):
-    """What all items of a ranking request share, and how much of the dense part depends on it alone.
+    """The inputs that all items of a ranking request share, and how much of the dense part depends on them alone.
 
     Attributes:
-        names: the keys and dense inputs that the items share. A request that sends exactly these once is scored by
-            the programs `USER_PROGRAM` and `ITEMS_PROGRAM`.
-        per_user: how many operators of the dense part are computed for one row, in whole or in part.
-        operators: how many operators the dense part has.
+        names: the keys and dense inputs that the items share. The programs `USER_PROGRAM` and `ITEMS_PROGRAM` score a
+            request that sends exactly these once.
+        per_user: the number of operators of the dense part that are computed once for the user, at least in part.
+        operators: the number of operators of the dense part.
         left_alone: the operators that repeat the user's rows for each item, with their lines in the model, in words.
     """
 
@@ -249,7 +249,7 @@ class UserSide(Strict, frozen=True):
 
     @property
     def lines(self) -> list[str]:
-        """What is computed once, and what repeats the user's rows, a line each."""
+        """Lines for people: what is computed once, and what repeats the user's rows."""
         share = f"{self.per_user} of {self.operators} operators of the dense part"
         return [
             f"user side: {', '.join(self.names)}: {share} are computed once, in whole or in part",
@@ -262,20 +262,21 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     Attributes:
         inputs: the inputs beside the embeddings. The program takes the inputs with a row for each sample in this
-            order, then `jagged`, which has the others.
-        outputs: in the order of an answer.
-        dtype: of its weights.
+            order, and then `jagged` with all others.
+        outputs: the outputs in the order of an answer.
+        dtype: the dtype of its weights.
         mixes_samples: whether the scores of a sample may depend on the other samples of its request. If so, requests
             are not scored together.
         mixed_by: the operator that may mix samples, and its line in the model, in words. None: samples are not
             mixed, or an earlier tbe-serving exported the bundle.
-        is_own: whether it is a module of the user's own, instead of the trained model's layers.
+        is_own: whether it is a separate module of the user instead of the trained model's layers.
         jagged: the inputs that have rows for ids, or are made of ids.
         fixed_lengths: the number of ids in each bag of a key, in requests for scores.
         together: groups of keys that have equally many ids in each sample, in requests for scores: the model places
             their rows side by side.
-        files: the files that have the dense part, the fastest first. Empty: `scores.pt`, as TorchScript.
-        user_side: what the items of a ranking request share. None: the bundle has no programs for it.
+        files: the files with the dense part, the fastest first. If it is empty, the file is `scores.pt`, as
+            TorchScript.
+        user_side: the inputs that the items of a ranking request share. None: the bundle has no programs for this.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -297,7 +298,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         return names if self.user_side is None else (*names, USER_PROGRAM, ITEMS_PROGRAM)
 
     def user_arguments(self, keys: Mapping[str, str]) -> list[int]:
-        """The arguments that are the user's, counted without the embeddings: of `by_sample`, then of `jagged`.
+        """The positions of the user's arguments, counted without the embeddings: of `by_sample`, then of `jagged`.
 
         Args:
             keys: the key of each feature.
@@ -308,7 +309,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     @property
     def files_by_speed(self) -> tuple[DenseFile, ...]:
-        """The files that have the dense part, in the order in which a reader tries them."""
+        """The files with the dense part, in the order in which a reader tries them."""
         return self.files or (DenseFile(SCORES, DenseFormat.TORCHSCRIPT),)
 
     @property
@@ -334,7 +335,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     @property
     def schema(self) -> list[object]:
-        """What a client can see of it: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
+        """What a client can see: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
         inputs = [tensor.schema for tensor in self.inputs]
         outputs = [output.schema for output in self.outputs]
         fixed = [sorted(self.fixed_lengths.items())] if self.fixed_lengths or self.together else []
@@ -342,7 +343,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
 
 def wrong_names(inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[str]:
-    """Find unusable names of a dense part's inputs and outputs, and describe each in a line."""
+    """A line for each unusable name of a dense part's inputs and outputs."""
     for kind, names in (("input", inputs), ("output", outputs)):
         for name in names:
             if not is_name(name) or name in RESERVED or names.count(name) > 1:

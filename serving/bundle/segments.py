@@ -15,7 +15,7 @@ class FeatureShard(NamedTuple):
     """A segment of a plan.
 
     Attributes:
-        feature: position of the feature in the manifest.
+        feature: the position of the feature in the manifest.
         shard: the shard that it reads.
         name: the feature's name in a host's bundle. It does not change when the table grows.
         table: the table's name in a host's bundle.
@@ -32,11 +32,11 @@ class PlannedHost:
     """A host in a router's plan.
 
     Attributes:
-        segments: names of all its segments, in order.
+        segments: the names of all its segments, in order.
         columns: the sum of their widths.
-        id_dtype: of the row numbers in requests to the host.
+        id_dtype: the dtype of the row numbers in requests to the host.
         is_weighted: whether requests to the host have a per-id weight for each row.
-        part_of: the plan that its bundle has to be a part of, as `Part.text`.
+        part_of: the plan that its bundle must be a part of, as `Part.text`.
     """
 
     segments: tuple[str, ...]
@@ -71,7 +71,7 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
 
 
 def name_twice(manifest: Manifest) -> str | None:
-    """Two segments, or two shards, of a host that would get the same name, in words. None: all names differ."""
+    """A line about two segments or shards of a host that would get the same name, or None if all names differ."""
     for host, rank in manifest.plan.rank_of_host.items():
         features: dict[str, str] = {}
         tables: dict[str, Shard] = {}

@@ -1,12 +1,13 @@
-"""Ed25519 signatures of the files that say what is served. Each signature is a file beside the one that it signs.
+"""Ed25519 signatures of the files that determine what is served. A signature is a file beside the file that it signs.
 
-A signature signs a statement: a line that says what the file is, a newline, then the bytes of the file. So a file
-cannot be passed off as the file of another model, version or purpose. The line is one of::
+A signature signs a statement: a line that says what the file is, a newline, and the bytes of the file. So a file
+    cannot
+be passed off as the file of another model, version or purpose. The line is one of::
 
     tbe-serving/1 manifest.json "movies" "3"    version 3 of the model `movies`
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions
     tbe-serving/1 warm_up.jsonl "movies"
-    tbe-serving/1 movies.release.json "movies"  the release: which versions of it to serve
+    tbe-serving/1 movies.release.json "movies"  the release: the versions to serve
     tbe-serving/1 000000000001.safetensors "movies" "0f3c…"    a delta of a lineage, see serving/bundle/delta.py
 
 Names are written as in JSON. The manifest holds the SHA-256 of all other files of its version. A signature is the 64
@@ -50,7 +51,7 @@ def signature_of(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TrustedKeys:
-    """Public keys. One of them must have signed a file that is read. There are several while keys are changed."""
+    """Public keys, one of which must have signed a file. There are several while keys are being replaced."""
 
     path: Path
     keys: tuple[Ed25519PublicKey, ...]
@@ -60,7 +61,7 @@ class TrustedKeys:
         """The keys of a PEM file.
 
         Raises:
-            ConfigurationError: it cannot be read, has no keys, or has others than Ed25519 public keys.
+            ConfigurationError: the file cannot be read, has no keys, or has keys other than Ed25519 public keys.
         """
         expected = f"{path}: trusted keys: expected Ed25519 public keys in PEM"
         try:
@@ -85,7 +86,7 @@ class TrustedKeys:
         """The keys of the file that the environment names, or None.
 
         Raises:
-            ConfigurationError: as `read`.
+            ConfigurationError: as for `read`.
         """
         path = os.environ.get(TRUSTED_KEYS)
         return cls.read(Path(path)) if path else None
@@ -94,10 +95,10 @@ class TrustedKeys:
         """The content of a version's manifest.
 
         Args:
-            manifest: <model>/<version>/manifest.json. The path says which model and version it has to be signed as.
+            manifest: <model>/<version>/manifest.json. It must be signed as the model and version in this path.
 
         Raises:
-            BundleError: as `read_signed`.
+            BundleError: as for `read_signed`.
         """
         version = Path(os.path.abspath(manifest)).parent
         return self.read_signed(manifest, version.parent.name, version.name, again=_EXPORT)
@@ -114,13 +115,13 @@ class TrustedKeys:
 
         Args:
             path: the file.
-            model: the model that it has to be signed for.
-            version: the version that it has to be signed for. None: it is signed for the whole model.
-            most_bytes: a larger file is refused.
+            model: the model that it must be signed for.
+            version: the version that it must be signed for, or None if it is signed for the whole model.
+            most_bytes: larger files are refused.
             again: the command that signs such a file, for error messages.
 
         Raises:
-            BundleError: it cannot be read, or has no signature by one of the keys.
+            BundleError: the file cannot be read, or has no signature by one of the keys.
         """
         content = _read(path, most_bytes, f"is {path.parent} what tbe-export made?")
         signature_path = signature_of(path)
@@ -144,13 +145,13 @@ class TrustedKeys:
         """Refuse a delta without a signature by one of the keys.
 
         Args:
-            path: its file.
+            path: the file of the delta.
             content: its bytes.
             signature: the path of its signature.
-            model, lineage: what it has to be signed for.
+            model, lineage: the model and lineage that it must be signed for.
 
         Raises:
-            BundleError: it has none, or another's.
+            BundleError: the signature is missing or wrong.
         """
         content_of_signature = _read(
             signature, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: {_DELTA}"
@@ -169,7 +170,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """The private key of a PEM file without a password.
 
     Raises:
-        ConfigurationError: it cannot be read, or is no such key.
+        ConfigurationError: the file cannot be read, or has no such key.
     """
     try:
         key = load_pem_private_key(read_file(path, follow=True), password=None)
@@ -187,16 +188,16 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 def keys_of(
     signing_key: Path | None, trusted_keys: Path | None
 ) -> tuple[Ed25519PrivateKey | None, TrustedKeys | None]:
-    """The key that signs what is made of signed files, and the keys of which one must have signed these files.
+    """The key that signs results that are made of signed files, and the keys that must have signed these files.
 
-    If only `signing_key` is named, that key must have signed the files: it would otherwise vouch for unsigned ones.
+    If only `signing_key` is named, that key must have signed the files, or it would vouch for unsigned ones.
 
     Args:
-        signing_key: a PEM file with an Ed25519 private key. None: nothing is signed.
+        signing_key: a PEM file with an Ed25519 private key, or None to sign nothing.
         trusted_keys: a PEM file with Ed25519 public keys.
 
     Raises:
-        ConfigurationError: one of them cannot be read.
+        ConfigurationError: a file cannot be read.
     """
     key = None if signing_key is None else read_signing_key(signing_key)
     if trusted_keys is not None:
@@ -212,7 +213,7 @@ def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version
         content: its content.
         key: the key to sign with.
         model: the model that it is signed for.
-        version: the version that it is signed for. None: it is signed for the whole model.
+        version: the version that it is signed for, or None if it is signed for the whole model.
 
     Raises:
         OSError: the signature cannot be written.
@@ -223,7 +224,7 @@ def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version
 
 
 def delta_signature_of(name: str, content: bytes, key: Ed25519PrivateKey, model: str, lineage: str) -> bytes:
-    """The signature of a delta: of the name of its file, its model, its lineage and its content."""
+    """The signature of a delta, which covers the name of its file, its model, its lineage and its content."""
     return key.sign(_statement(name, model, lineage) + content)
 
 

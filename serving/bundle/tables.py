@@ -11,22 +11,22 @@ from serving.bundle.id_maps import IdMap
 from serving.bundle.plan import Shard
 from serving.files import Strict
 
-# The number of valid ids where any int64 is one.
+# The number of valid ids if any int64 is valid.
 ANY_INT64 = 2**64
-# Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
+# Requests and config.pbtxt separate names by commas. Control characters break lines of logs and metrics.
 # UTF-8 has no surrogates.
 _NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a table, a feature or a key: in UTF-8, not empty, without commas and controls."""
+    """Whether `text` may name a table, a feature or a key: UTF-8, not empty, no commas or control characters."""
     return _NAME.fullmatch(text) is not None
 
 
 class Pooling(enum.Enum):
-    """How the rows of a bag are pooled into one. An empty bag gives zeros.
+    """How the rows of a bag are pooled into one row. An empty bag gives zeros.
 
-    NONE does not pool: the answer has the row of each id, as that of TorchRec's EmbeddingCollection.
+    NONE does not pool: the answer has the row of each id, as TorchRec's EmbeddingCollection returns it.
     """
 
     SUM = "SUM"
@@ -38,7 +38,8 @@ class IdPolicy(enum.Enum):
     """What happens to an id outside [0, rows).
 
     ERROR: the request is refused. ZERO: the id contributes nothing, and MEAN does not count it. MODULO: every int64
-    is a valid id. It reads row id mod rows, which is in [0, rows) for negative ids, too.
+        is
+    a valid id, and reads the row id mod rows, which is in [0, rows) even for negative ids.
     """
 
     ERROR = "error"
@@ -47,13 +48,13 @@ class IdPolicy(enum.Enum):
 
 
 class DefaultRow(Strict, frozen=True):
-    """An id policy: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
+    """An id policy: an id outside [0, rows) reads the row `default_row`. MEAN counts the id."""
 
     default_row: int
 
     @property
     def value(self) -> str:
-        """The policy as `--id-policy` takes it."""
+        """The policy in the form of `--id-policy`."""
         return f"default_row:{self.default_row}"
 
 
@@ -65,7 +66,7 @@ class OutputDtype(enum.Enum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The same of numpy."""
+        """The numpy dtype."""
         return np.dtype(np.float32) if self is OutputDtype.FP32 else np.dtype(np.float16)
 
 
@@ -73,12 +74,12 @@ class Feature(Strict, frozen=True, omit_defaults=True):
     """A feature: the bags of one key of a request, looked up in one table.
 
     Attributes:
-        name: of the feature.
-        table: name of the table that it reads.
+        name: the name of the feature.
+        table: the name of the table that it reads.
         shared_key: its key in a request, if several tables read that key. None: the key has the feature's name.
-        position_weights: FP32. The n-th id of a bag has the n-th of these weights. A bag may have no more ids than
-            there are weights. The request's per-id weights are not used. Empty: each id has the weight 1, and a bag
-            may have any number of ids. None: a weighted table uses the request's per-id weights.
+        position_weights: FP32. The n-th id of a bag has the n-th of these weights, and a bag has at most as many ids
+            as there are weights. The request's per-id weights are not used. Empty: each id has the weight 1, and a
+            bag may have any number of ids. None: a weighted table uses the request's per-id weights.
     """
 
     name: str
@@ -96,9 +97,9 @@ class Table(Strict, frozen=True, omit_defaults=True):
     """One embedding matrix.
 
     Attributes:
-        weighted: whether its rows are weighted when they are pooled, by per-id weights or position weights.
-        dtype: how its rows are stored.
-        id_map: maps raw ids to rows. Then it says what a valid id is, and the id policy is `error`. None: ids are row
+        weighted: whether pooling weights its rows, by per-id weights or position weights.
+        dtype: the dtype of its stored rows.
+        id_map: maps raw ids to rows, and defines the valid ids; the id policy is `error` then. None: ids are row
             numbers.
     """
 
@@ -113,12 +114,12 @@ class Table(Strict, frozen=True, omit_defaults=True):
 
     @property
     def is_sequence(self) -> bool:
-        """Whether the answer has a row for each id, not a pooled one."""
+        """Whether the answer has a row for each id, instead of a pooled one."""
         return self.pooling is Pooling.NONE
 
     @property
     def valid_ids(self) -> int:
-        """The valid ids are those in [0, valid_ids). `ANY_INT64`: any int64 is one."""
+        """Valid ids are in [0, valid_ids). `ANY_INT64`: any int64 is valid."""
         if self.id_map is None:
             return self.rows
         valid_ids = self.id_map.valid_ids
@@ -126,7 +127,7 @@ class Table(Strict, frozen=True, omit_defaults=True):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one whole row."""
+        """The bytes of a whole row."""
         return self.dtype.row_bytes(self.dim)
 
     @property
@@ -138,21 +139,21 @@ class Table(Strict, frozen=True, omit_defaults=True):
         return None
 
     def shard_bytes(self, shard: Shard) -> int:
-        """Bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
+        """The bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
         return shard.row_count * self.dtype.row_bytes(shard.width)
 
     def columns_at(self, shard: Shard) -> slice:
-        """Where in a whole row the elements of a shard are, in bytes."""
+        """The bytes of a whole row that are the elements of a shard."""
         # A column begins where a row that ended before it would end.
         return slice(*map(self.dtype.row_bytes, shard.columns))
 
     def shard_columns(self, stored: Bytes, shard: Shard) -> Bytes:
-        """A shard's columns of whole rows, scale and bias included: [n, row bytes] → [n, row bytes of the shard]."""
+        """A shard's columns of whole rows, with scale and bias: [n, row bytes] → [n, row bytes of the shard]."""
         if shard.width == self.dim:
             return stored
         header = self.dtype.format.header_bytes
         return np.concatenate((stored[:, :header], stored[:, self.columns_at(shard)]), axis=1)
 
     def whole_shard(self, rank: int) -> Shard:
-        """One shard with all of this table, at byte offset 0."""
+        """A shard with the whole table, at byte offset 0."""
         return Shard(table=self.name, rank=rank, rows=(0, self.rows), columns=(0, self.dim), offset_bytes=0)

@@ -1,4 +1,4 @@
-"""The models of a repository; and config.pbtxt of one: read, change and write it, through Triton's own protobuf."""
+"""The models of a repository, and their config.pbtxt: read, change and write it by Triton's own protobuf."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
 from serving.protocol.messages import DataType, ModelConfig, ModelInstanceGroup
 from serving.requests.types import SEQUENCES, SHARED
 
-if TYPE_CHECKING:  # clients have no use for cryptography
+if TYPE_CHECKING:  # clients do not need cryptography
     from serving.bundle.signature import TrustedKeys
 
 CONFIG = "config.pbtxt"
 # A parameter in the config of every model that tbe-export made.
 OURS = "schema_digest"
-# The versions to serve, by model, whatever config.pbtxt says.
+# The versions to serve, by model, in place of those in config.pbtxt.
 Pins = Mapping[str, tuple[int, ...]]
 
 
@@ -34,7 +34,7 @@ def find_models(repository: Path) -> tuple[str, ...]:
     """The models of a repository that tbe-export made.
 
     Raises:
-        ConfigurationError: there is no repository, or no exported model in it.
+        ConfigurationError: the repository does not exist, or has no exported model.
     """
     if not repository.is_dir():
         raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
@@ -52,7 +52,7 @@ def other_models(repository: Path) -> tuple[str, ...]:
 
 
 def has_python(model: Path) -> bool:
-    """Whether a model is one of Triton's Python backend."""
+    """Whether a model uses Triton's Python backend."""
     return any(model.glob("[1-9]*/model.py"))
 
 
@@ -60,7 +60,7 @@ def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
     """Refuse pins that name a missing model or version.
 
     Raises:
-        ConfigurationError: naming what is missing, and the models or versions that exist.
+        ConfigurationError: a model or version is missing. The message lists the existing ones.
     """
     for model, pinned in pins.items():
         if model not in models:
@@ -77,7 +77,7 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
 
     Raises:
         ConfigurationError: the file is missing, cannot be parsed, or has an invalid setting. The message names it.
-        BundleError: none of the keys signed it.
+        BundleError: the file has no signature by one of the keys.
     """
     path = model / CONFIG
     if trusted is None:
@@ -96,11 +96,11 @@ def parse_config(content: bytes, where: str) -> Any:
     """The content of a config.pbtxt, as Triton's ModelConfig.
 
     Args:
-        content: of the file.
-        where: it is, for messages.
+        content: the content of the file.
+        where: its path, for messages.
 
     Raises:
-        ConfigurationError: it cannot be parsed, or has an invalid setting.
+        ConfigurationError: the content cannot be parsed, or has an invalid setting.
     """
     try:
         config = text_format.Parse(content.decode(), ModelConfig())
@@ -140,7 +140,7 @@ def write_config(model: Path, config: Any) -> bytes:
 
 
 def settings_of(config: Any) -> ServingSettings:
-    """The settings that a ModelConfig holds. A parameter that is missing has its default.
+    """The settings in a ModelConfig. Missing parameters have their defaults.
 
     Raises:
         ConfigurationError: a setting is invalid. The message names it.
@@ -157,7 +157,7 @@ def settings_of(config: Any) -> ServingSettings:
 
 
 def apply_settings(config: Any, settings: ServingSettings) -> None:
-    """Write `settings` into a ModelConfig. All else in it stays."""
+    """Write `settings` into a ModelConfig, and change nothing else."""
     config.max_batch_size = LARGEST_HANDOVER
     _apply_instances(config, settings.instances)
     config.dynamic_batching.ClearField("default_queue_policy")
@@ -173,7 +173,7 @@ def apply_settings(config: Any, settings: ServingSettings) -> None:
 
 
 def point_at(config: Any, hosts: Mapping[str, str]) -> None:
-    """Have the ModelConfig of a router name other hosts, on its own machine: without TLS and metadata."""
+    """Change the hosts in the ModelConfig of a router to hosts on its own machine, without TLS and metadata."""
     settings = replace(
         settings_of(config),
         hosts=hosts,
@@ -242,7 +242,7 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
                 data_type=DataType.Value(f"TYPE_{output.dtype.value}"),
                 dims=[-1, *output.shape],
             )
-    if manifest.part_of is None:  # a router does not ask its hosts for these
+    if manifest.part_of is None:  # a router does not request these from its hosts
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
         config.output.add(name=SHARED, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
     parameters = {

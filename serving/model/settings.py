@@ -17,11 +17,11 @@ from serving.arguments import check_arguments, is_address, is_host_name
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, is_utf8
 
-# Most requests in one call of `execute`: `max_batch_size` in config.pbtxt.
+# Maximum requests in one call of `execute`: `max_batch_size` in config.pbtxt.
 LARGEST_HANDOVER = 256
 
-# A parameter of a model that `tbe-serve run` loaded again because its process died. config.pbtxt never has it. Its
-# value is when the server was started, in Unix time.
+# A parameter of a model that `tbe-serve run` loaded again because its process died, never in config.pbtxt. Its value
+# is the start of the server, in Unix time.
 RECOVERED = "recovered"
 # The value of `--version` for the newest version.
 NEWEST = "newest"
@@ -32,12 +32,12 @@ _FLAGS = {"true": True, "false": False}
 
 
 class WeightsMemory(StrEnum):
-    """Where a bundle's weights files are held in memory while it is served.
+    """Where the weights files of a served bundle are held in memory.
 
-    mapped: in the page cache, which all processes of the machine share. In huge pages where the kernel has them.
-    locked: as mapped, and never given back (mlock(2)).
+    mapped: in the page cache, which all processes of the machine share; in huge pages if the kernel supports them.
+    locked: as mapped, and locked in memory (mlock(2)).
     huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
-    live: in one copy for all processes, which deltas change. In huge pages where such a file system is mounted.
+    live: in one copy for all processes, which deltas change; in huge pages if such a file system is mounted.
     """
 
     MAPPED = "mapped"
@@ -48,7 +48,7 @@ class WeightsMemory(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The values that a setting may have: as a test, and in words for the message "expected `words`, got …"."""
+    """The allowed values of a setting: a test, and the `words` of the message "expected `words`, got …"."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -64,27 +64,27 @@ def _one_of(values: type[StrEnum]) -> Allowed:
 
 
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
-# The number of a host. It has one spelling only, so that no host is named twice.
+# The number of a host, in a form with only one spelling, so that no host is named twice.
 _HOST_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A setting, apart from its name, its type and its default.
+    """The properties of a setting beside its name, its type and its default.
 
     Attributes:
-        allowed: the values of its type that it may have. None: all.
-        help: help text of its option.
-        unset: help text of the option `--no-<name>`, which sets it to None. None: there is no such option.
+        allowed: the allowed values of its type. None: all values.
+        help: the help text of its option.
+        unset: the help text of the option `--no-<name>`, which sets it to None. None: it has no such option.
         flag: the name of its option. None: `--<name>`.
-        metavar: the form of its option's values, if they are given by name: `[NAME=]X`. The option may be repeated.
-        typed: type of its option. None: the setting's own.
+        metavar: the form of its option's values if they are set by name: `[NAME=]X`. The option may be repeated.
+        typed: the type of its option. None: the type of the setting.
         otherwise: the value that applies if the setting is None, or None.
-        is_of_router: only routers use it.
-        is_of_scores: only models with scores use it.
-        is_parameter: whether config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which
-            `serving.model.config_file` reads and writes.
+        is_of_router: whether only routers use it.
+        is_of_scores: whether only models with scores use it.
+        is_parameter: whether it is in `parameters` of config.pbtxt. If not, it is a field of Triton's ModelConfig,
+            which `serving.model.config_file` reads and writes.
     """
 
     allowed: Allowed | None
@@ -105,10 +105,10 @@ def _setting(default: Any, allowed: Allowed | None, help: str, **metadata_fields
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingSettings:
-    """The settings of a served model. The help text of a setting says what it means.
+    """The settings of a served model. The help text of each setting explains it.
 
     Raises:
-        ConfigurationError: naming the setting, the values that it may have, and the one that it got.
+        ConfigurationError: a setting has a value that is not allowed. The message lists the allowed values.
     """
 
     instances: int = _setting(
@@ -150,7 +150,7 @@ class ServingSettings:
         "Most bytes of the unpooled rows that a request asks for, n × dim as FP32, and of the sequences that its "
         "scores are made of; also of the requests of one group together. Requests for more are refused.",
     )
-    # Under overload, an answer takes at most about twice this. Twice the default is within a client's default
+    # Under overload, an answer takes at most about twice this time. Twice the default is less than a client's default
     # deadline, 1 s.
     max_busy_ms: int = _setting(
         400,
@@ -164,7 +164,7 @@ class ServingSettings:
         typed=str,
         is_parameter=False,
     )
-    # Without it, bytes that changed after the export would be served.
+    # Otherwise, bytes that were changed after the export would be served.
     verify_weights: bool = _setting(
         True, None, "Compare the weights files with their digests before a version serves: about one second per GB."
     )
@@ -287,7 +287,7 @@ class ServingSettings:
 
     @property
     def parameters(self) -> dict[str, str]:
-        """The strings that config.pbtxt holds in `parameters`. A setting that is None has no entry."""
+        """The strings for `parameters` of config.pbtxt. Settings that are None have no entry."""
         values = {entry.name: getattr(self, entry.name) for entry, setting in table() if setting.is_parameter}
         return {name: _text(value) for name, value in values.items() if value is not None}
 
@@ -307,10 +307,10 @@ def kind_of(entry: Field[Any]) -> type:
 
 
 def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that config.pbtxt holds in `parameters`, as arguments of ServingSettings.
+    """The settings in `parameters` of config.pbtxt, as arguments of ServingSettings.
 
     Raises:
-        ConfigurationError: a value is not of the setting's type.
+        ConfigurationError: a value does not have the setting's type.
     """
     return {
         entry.name: _value(entry.name, kind_of(entry), parameters[entry.name])

@@ -37,8 +37,8 @@ from serving.router.messages import METHOD, MORE_THAN_ONE, Messages, PartialRequ
 
 # If a host has several replicas, another attempt begins after each of these shares of the timeout without an answer.
 _OTHERS_AT = (0.5, 0.75)
-# Most attempts of a call: if replicas do not answer, and if they lack the version. Replicas that are connected say at
-# once that they lack it, while the connection to one that has it may take a moment: so there are more attempts.
+# Maximum attempts of a call: if replicas do not answer, and if they lack the version. The second number is larger:
+# connected replicas report at once that they lack it, while a connection to one that has it may take a moment.
 _MOST_ATTEMPTS, _MOST_REPLICAS = 3, 10
 # The pause after the first failed attempt, in seconds. It doubles each time, up to this share of the timeout.
 _PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
