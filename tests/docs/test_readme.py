@@ -31,7 +31,7 @@ from tests.support.servers import tbe_serve
 
 ROOT = Path(__file__).parents[2]
 README, CLIENTS, SHARDING = "README.md", "docs/clients.md", "docs/sharding.md"
-EXPORT, OPERATING = "docs/export.md", "docs/operating.md"
+EXPORT, DTYPES, OPERATING = "docs/export.md", "docs/choose-a-dtype.md", "docs/operating.md"
 # Before a command: package.module is one that builds what tests know.
 TO_PACKAGE = f"export PYTHONPATH={shlex.quote(str(ROOT))}:.\n"
 
@@ -248,8 +248,8 @@ def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, num
 
 
 @pytest.mark.long
-def test_the_dtypes_that_the_page_of_exports_recommends_are_exported(tmp_path: Path) -> None:
-    (commands,) = blocks(EXPORT, "", "tbe-export compare")
+def test_the_dtypes_that_the_page_recommends_are_exported(tmp_path: Path) -> None:
+    (commands,) = blocks(DTYPES, "", "tbe-export compare")
     package(tmp_path, RANKER)
     random = np.random.default_rng(0)
     rows = {
