@@ -114,7 +114,7 @@ def test_the_page_has_what_sequences_take() -> None:
     said = section(run_with(found), "## Sequences")
     assert said.count(" | 1.00 ms | 16.0 ms | 128.0 ms |\n") == len(kinds)
     assert said.count(" | 0.10 | 1.60 | 12.80 |\n") == 2
-    assert "1,234; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
+    assert "1,234 of the model that does nothing; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
     for above, next_line in pairwise(said.splitlines()):
         assert not next_line.startswith("|") or above == "" or above.count("|") == next_line.count("|"), (
             above,
