@@ -29,18 +29,18 @@ def values(results: Any) -> dict[str, float]:
 def measured(case: Case, seconds: float = 1e-3) -> dict[str, Any]:
     """A run's results and ratios of a case, as `routed` writes them."""
     random = np.random.default_rng(case.hosts)
-    found = []
+    results = []
     for samples, rounds in routed.ROUNDS.items():
         names = ["routed", "hop", "fan_out", "engine", "one_host", *(f"alone_{n}" for n in range(case.hosts))]
         times = {name: seconds * random.uniform(1, 2, rounds) for name in names}
         processor = routed.ProcessorTime(checks_split_merge=0.2 * seconds, calls=0.1 * seconds * case.hosts)
-        found += [*routed.results(case, samples, times), *routed.apart(case, samples, times, processor)]
-    found += [Result(f"routed_bytes_{case.name}_b128", 2.5e6, unit="B")]
-    found += [ratio(f"routed_bytes_over_plan_{case.name}_b128", 1.01)]
-    found += [Result(f"router_pss_{case.name}_bytes", 250e6, unit="B")]
+        results += [*routed.results(case, samples, times), *routed.apart(case, samples, times, processor)]
+    results += [Result(f"routed_bytes_{case.name}_b128", 2.5e6, unit="B")]
+    results += [ratio(f"routed_bytes_over_plan_{case.name}_b128", 1.01)]
+    results += [Result(f"router_pss_{case.name}_bytes", 250e6, unit="B")]
     return {
-        "results": {each.name: each.value for each in found if not each.is_ratio},
-        "ratios": {each.name: each.value for each in found if each.is_ratio},
+        "results": {result.name: result.value for result in results if not result.is_ratio},
+        "ratios": {result.name: result.value for result in results if result.is_ratio},
     }
 
 
@@ -49,9 +49,9 @@ def run_with(*added: dict[str, Any]) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(LATEST.read_text())
     ours = ("routed_", "hosts_engine_")
     run["results"] = {name: value for name, value in run["results"].items() if not name.startswith(ours)}
-    for each in added:
-        for kind, found in each.items():
-            run[kind] = run[kind] | found
+    for part in added:
+        for kind, values_of_kind in part.items():
+            run[kind] = run[kind] | values_of_kind
     return run
 
 
@@ -62,15 +62,15 @@ def section(run: dict[str, Any]) -> str:
 
 def peers(redis: float, ray: float) -> dict[str, Any]:
     """Results of both peers: how many times as long as ours they took for one sample; for 128, four times."""
-    found: dict[str, dict[str, float]] = {"results": {}, "ratios": {}}
+    figures: dict[str, dict[str, float]] = {"results": {}, "ratios": {}}
     for samples in (1, 128):
-        found["results"][f"hosts_engine_p50_b{samples}_s"] = 0.9e-3
+        figures["results"][f"hosts_engine_p50_b{samples}_s"] = 0.9e-3
         for name, times in (("redis_hosts", redis), ("ray_ranks", ray)):
             over = times if samples == 1 else 4.0
-            found["results"][f"routed_beside_{name}_p50_b{samples}_s"] = 1e-3
-            found["results"][f"{name}_p50_b{samples}_s"] = over * 1e-3
-            found["ratios"][f"{name}_over_routed_p50_b{samples}"] = over
-    return found
+            figures["results"][f"routed_beside_{name}_p50_b{samples}_s"] = 1e-3
+            figures["results"][f"{name}_p50_b{samples}_s"] = over * 1e-3
+            figures["ratios"][f"{name}_over_routed_p50_b{samples}"] = over
+    return figures
 
 
 def test_hosts_of_their_own_are_worked_out_from_the_parts() -> None:
@@ -78,12 +78,12 @@ def test_hosts_of_their_own_are_worked_out_from_the_parts() -> None:
     times["alone_1"] = np.tile([3e-3, 1e-3], 200)
     times["alone_2"] = np.tile([1e-3, 5e-3], 200)  # the slowest of a round: 3 ms, 5 ms
     processor = routed.ProcessorTime(checks_split_merge=0.5e-3, calls=0.4e-3)
-    found = values(routed.apart(Case("table_wise", 2), 1, times, processor))
-    assert found["slowest_alone_table_wise_2_p50_b1_s"] == pytest.approx(4e-3)
-    assert found["other_calls_table_wise_2_b1_s"] == pytest.approx(0.2e-3)
-    assert found["apart_table_wise_2_p50_b1_s"] == pytest.approx(1e-3 + 0.5e-3 + 4e-3 + 0.2e-3)
-    assert found["apart_table_wise_2_p99_b1_s"] == pytest.approx(1e-3 + 0.5e-3 + 5e-3 + 0.2e-3)
-    assert found["routed_cpu_per_host_table_wise_2_b1_s"] == pytest.approx(0.45e-3)
+    figures = values(routed.apart(Case("table_wise", 2), 1, times, processor))
+    assert figures["slowest_alone_table_wise_2_p50_b1_s"] == pytest.approx(4e-3)
+    assert figures["other_calls_table_wise_2_b1_s"] == pytest.approx(0.2e-3)
+    assert figures["apart_table_wise_2_p50_b1_s"] == pytest.approx(1e-3 + 0.5e-3 + 4e-3 + 0.2e-3)
+    assert figures["apart_table_wise_2_p99_b1_s"] == pytest.approx(1e-3 + 0.5e-3 + 5e-3 + 0.2e-3)
+    assert figures["routed_cpu_per_host_table_wise_2_b1_s"] == pytest.approx(0.45e-3)
     few = {name: seconds[:120] for name, seconds in times.items()}
     assert not any("p99" in name for name in values(routed.apart(Case("table_wise", 2), 128, few, processor)))
 
@@ -105,8 +105,8 @@ def test_each_feature_is_on_one_host_and_looked_up_there(tmp_path: Path, ragged:
     ids = np.split(saved["ids"][0], np.cumsum([width for _, width in ragged.features])[:-1], axis=1)
     columns = np.split(saved["answer"], np.cumsum([ragged.dims[table] for table, _ in ragged.features])[:-1], axis=1)
     for features in hosts:
-        found = Tables(tmp_path / "rows", "fp32", features)(np.concatenate([ids[n] for n in features], 1))
-        np.testing.assert_allclose(found, np.concatenate([columns[n] for n in features], 1), atol=1e-5)
+        looked_up = Tables(tmp_path / "rows", "fp32", features)(np.concatenate([ids[n] for n in features], 1))
+        np.testing.assert_allclose(looked_up, np.concatenate([columns[n] for n in features], 1), atol=1e-5)
 
 
 def test_a_run_without_routers_has_no_section_of_them() -> None:
@@ -156,15 +156,15 @@ def test_a_peer_that_cannot_be_started_is_absent(tmp_path: Path, ragged: PeerWor
     def start() -> str:
         raise FileNotFoundError(".bench/peers could not be installed")
 
-    (found,) = peers_hosts.run_beside(ragged, tmp_path, {}, "redis_hosts", start)
-    assert (found.name, found.note) == ("redis_hosts_absent", ".bench/peers could not be installed")
+    (result,) = peers_hosts.run_beside(ragged, tmp_path, {}, "redis_hosts", start)
+    assert (result.name, result.note) == ("redis_hosts_absent", ".bench/peers could not be installed")
 
 
 def test_the_page_says_why_a_peer_is_absent() -> None:
-    found = peers(redis=0.2, ray=2.0)
-    found["ratios"] = {name: value for name, value in found["ratios"].items() if "ray" not in name}
+    figures = peers(redis=0.2, ray=2.0)
+    figures["ratios"] = {name: value for name, value in figures["ratios"].items() if "ray" not in name}
     said = section(
-        run_with(measured(Case("table_wise", 4)), found, {"absent": {"ray_ranks_absent": "no ray | here"}})
+        run_with(measured(Case("table_wise", 4)), figures, {"absent": {"ray_ranks_absent": "no ray | here"}})
     )
     assert "| ray | absent: no ray / here |" in said
 

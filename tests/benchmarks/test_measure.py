@@ -14,20 +14,20 @@ ROUNDS = 48
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_nobody_comes_first_more_often_or_asks_for_what_was_just_asked_for(count: int) -> None:
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def asking(name: str) -> Callable[[], None]:
         requests = cycle(REQUESTS)
-        return lambda: asked.append((name, next(requests)))
+        return lambda: calls.append((name, next(requests)))
 
     names = [f"candidate {number}" for number in range(count)]
     times = interleave({name: asking(name) for name in names}, ROUNDS, warm_up=4)
     assert {name: seconds.shape for name, seconds in times.items()} == dict.fromkeys(names, (ROUNDS,))
-    measured = asked[-ROUNDS * count :]
+    measured = calls[-ROUNDS * count :]
     rounds = [measured[start : start + count] for start in range(0, len(measured), count)]
-    assert all(sorted(name for name, _ in each) == names for each in rounds)
+    assert all(sorted(name for name, _ in one_round) == names for one_round in rounds)
     for position in range(count):
-        assert Counter(each[position][0] for each in rounds) == dict.fromkeys(names, ROUNDS // count)
+        assert Counter(one_round[position][0] for one_round in rounds) == dict.fromkeys(names, ROUNDS // count)
     for first, last in pairwise(rounds):
         assert len({request for _, request in first}) == count
         just_asked = dict(first)

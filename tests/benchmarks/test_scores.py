@@ -55,11 +55,11 @@ def test_everyone_is_asked_for_the_same_scores_and_answers_them(
         tensors = workload.tensors(samples)
         expected = [workload.answer(tensor) for tensor in tensors]
         np.testing.assert_array_equal(saved["answer"], expected[0])
-        asked = [{name: saved[name][number] for name in ("ids", "dense")} for number in range(len(tensors))]
-        for request, tensor, answer in zip(asked, tensors, expected, strict=True):
+        requests = [{name: saved[name][number] for name in ("ids", "dense")} for number in range(len(tensors))]
+        for request, tensor, answer in zip(requests, tensors, expected, strict=True):
             np.testing.assert_allclose(peer(**request), answer, atol=0.02)
             np.testing.assert_allclose(engine.outputs(tensor)["scores"], answer, atol=0.02)
-        for joined, answer in zip(peer.together(asked), expected, strict=True):
+        for joined, answer in zip(peer.together(requests), expected, strict=True):
             np.testing.assert_allclose(joined, answer, atol=0.02)
     # What would pass if nobody looked at the ids, or at the dense inputs.
     assert expected[0].shape == (1, 1)
@@ -71,11 +71,11 @@ def test_requests_of_peers_come_back_as_they_were_packed() -> None:
     from arrays import pack, unpack  # type: ignore[import-not-found]
 
     random = np.random.default_rng(0)
-    asked: dict[str, Any] = {"ids": random.integers(0, 9, (4, 3)), "dense": random.random((4, WIDTH), np.float32)}
-    found = unpack(pack(asked), {"ids": (np.int64, 3), "dense": (np.float32, WIDTH)})
-    assert list(found) == ["ids", "dense"]
-    for name, array in asked.items():
-        np.testing.assert_array_equal(found[name], array)
+    arrays: dict[str, Any] = {"ids": random.integers(0, 9, (4, 3)), "dense": random.random((4, WIDTH), np.float32)}
+    unpacked = unpack(pack(arrays), {"ids": (np.int64, 3), "dense": (np.float32, WIDTH)})
+    assert list(unpacked) == ["ids", "dense"]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(unpacked[name], array)
 
 
 def test_scores_depend_on_ids_and_on_dense_inputs(workload: ScoresWorkload) -> None:
@@ -95,19 +95,19 @@ def test_all_servers_but_redis_serve_whole_models() -> None:
     assert {peer.kind for peer in SERVERS.values()} == {"int8"}
 
 
-def line(candidate: str, load: tuple[int, int], seconds: list[float], beside: Any = None) -> dict[str, Any]:
+def line(candidate: str, load: tuple[int, int], seconds: list[float], best_beside: Any = None) -> dict[str, Any]:
     """What was seen of a candidate that took so long in each round."""
     median = float(np.median(seconds))
-    rates = [load[1] / each for each in seconds]
-    seen: dict[str, Any] = {
+    rates = [load[1] / second for second in seconds]
+    figures: dict[str, Any] = {
         "candidate": candidate,
         "samples": load[0],
         "clients": load[1],
         "p50_s": median,
         "p50s_s": seconds,
     }
-    seen |= {"p99_s": max(seconds), "rates": rates, "answers_per_s": float(np.median(rates))}
-    return seen | {"beside": beside or seen}
+    figures |= {"p99_s": max(seconds), "rates": rates, "answers_per_s": float(np.median(rates))}
+    return figures | {"beside": best_beside or figures}
 
 
 def test_a_ratio_is_of_those_that_were_asked_in_turn() -> None:
@@ -123,8 +123,10 @@ def test_the_best_peer_is_the_one_that_takes_the_least_beside_ours() -> None:
         quiet, noisy = line(MODEL, load, [1e-3]), line(MODEL, load, [4e-3])
         lines += [quiet, line(NOTHING, load, [1e-4], quiet), line("mosec_int8", load, [3e-3], quiet)]
         lines += [line("ray_serve_int8", load, [8e-3], noisy)]
-    found = {ratio.name: ratio.value for ratio in peers_scores.ratios(lines)}
+    ratios = {ratio.name: ratio.value for ratio in peers_scores.ratios(lines)}
     kinds = ("p50_b1", "c32_b1", "p50_b128", "c32_b128")
     names = [f"best_peer_over_ours_scores_{kind}{end}" for kind in kinds for end in ("", "_low", "_high")]
-    assert found == pytest.approx(dict.fromkeys(names, 2))
-    assert not list(peers_scores.ratios([each for each in lines if each["candidate"] in (MODEL, NOTHING)]))
+    assert ratios == pytest.approx(dict.fromkeys(names, 2))
+    assert not list(
+        peers_scores.ratios([measured for measured in lines if measured["candidate"] in (MODEL, NOTHING)])
+    )

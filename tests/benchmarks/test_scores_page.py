@@ -18,15 +18,22 @@ from tests.benchmarks.test_scores import line
 LATEST = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 
 
-def run_with(found: list[Result]) -> dict[str, Any]:
+def run_with(results: list[Result]) -> dict[str, Any]:
     """The last run, its results of scores and sequences replaced by these."""
     run: dict[str, Any] = json.loads(LATEST.read_text())
     for kind in ("results", "ratios", "absent", "spreads"):
-        own = ("scores_", "sequences_", "repeated_over_once_", "rank_", "user_side_", "best_peer_over_ours_rank_")
-        run[kind] = {name: value for name, value in run[kind].items() if not name.startswith(own)}
-    run["results"] |= {each.name: each.value for each in found if not each.is_ratio and not each.note}
-    run["ratios"] |= {each.name: each.value for each in found if each.is_ratio}
-    run["absent"] |= {each.name: each.note for each in found if each.note}
+        prefixes = (
+            "scores_",
+            "sequences_",
+            "repeated_over_once_",
+            "rank_",
+            "user_side_",
+            "best_peer_over_ours_rank_",
+        )
+        run[kind] = {name: value for name, value in run[kind].items() if not name.startswith(prefixes)}
+    run["results"] |= {result.name: result.value for result in results if not result.is_ratio and not result.note}
+    run["ratios"] |= {result.name: result.value for result in results if result.is_ratio}
+    run["absent"] |= {result.name: result.note for result in results if result.note}
     return run
 
 
@@ -93,25 +100,25 @@ def test_a_run_without_them_says_so(heading: str) -> None:
 
 def test_the_page_has_what_scores_take() -> None:
     names = ("served", "lookup", "lookup_and_dense", "inprocess", "inprocess_bf16", "inprocess_int8")
-    found = [Result(f"scores_{name}_p50_b{samples}_s", samples * 1e-3) for name in names for samples in (1, 128)]
-    found += [
+    results = [Result(f"scores_{name}_p50_b{samples}_s", samples * 1e-3) for name in names for samples in (1, 128)]
+    results += [
         ratio(f"scores_over_{name}_p50_b{samples}", samples / 100)
         for name in ("lookup", "inprocess")
         for samples in (1, 128)
     ]
-    said = section(run_with(found), "## Scores of whole models")
+    said = section(run_with(results), "## Scores of whole models")
     assert said.count(" | 1.00 ms | 128.0 ms |\n") == len(names)
     assert "| ≤ 0.7 at B = 128 | 0.01, 1.28 |" in said
 
 
 def test_the_page_has_what_sequences_take() -> None:
     kinds = ("served", "donothing", "inprocess")
-    found = [Result(f"sequences_{kind}_p50_b{samples}_s", samples * 1e-3) for kind in kinds for samples in ROUNDS]
+    results = [Result(f"sequences_{kind}_p50_b{samples}_s", samples * 1e-3) for kind in kinds for samples in ROUNDS]
     for name in ("sequences_over_donothing_p50", "sequences_minus_donothing_over_inprocess_p50"):
-        found += [ratio(f"{name}_b{samples}", samples / 10) for samples in ROUNDS]
-    found += [Result(f"sequences_{kind}_c32_b1", 1234, unit="/s") for kind in kinds[:2]]
-    found += [ratio("sequences_over_donothing_rps_c32_b1", 0.77)]
-    said = section(run_with(found), "## Sequences")
+        results += [ratio(f"{name}_b{samples}", samples / 10) for samples in ROUNDS]
+    results += [Result(f"sequences_{kind}_c32_b1", 1234, unit="/s") for kind in kinds[:2]]
+    results += [ratio("sequences_over_donothing_rps_c32_b1", 0.77)]
+    said = section(run_with(results), "## Sequences")
     assert said.count(" | 1.00 ms | 16.0 ms | 128.0 ms |\n") == len(kinds)
     assert said.count(" | 0.10 | 1.60 | 12.80 |\n") == 2
     assert "1,234 of the model that does nothing; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
@@ -124,20 +131,20 @@ def test_the_page_has_what_sequences_take() -> None:
 
 def test_the_page_has_what_scores_of_sequences_take() -> None:
     wheres = ("p50_b1", "cold_p50_b1", "p50_b128")
-    found = [
+    results = [
         Result(f"scores_sequences_{name}_{where}_s", 1e-3 * number)
         for name in ("inprocess", "eager", "served")
         for number, where in enumerate(wheres, start=1)
     ]
-    found += [
+    results += [
         ratio(f"scores_sequences_{name}_{where}", number / 10)
         for name in ("over_eager", "served_over_eager")
         for number, where in enumerate(wheres, start=1)
     ]
     for name in ("inprocess", "served"):
-        found += [Result(f"scores_sequences_{name}_{way}_p50_n500_s", 5e-3) for way in ("once", "repeated")]
-        found.append(ratio(f"repeated_over_once_scores_sequences_{name}_p50_n500", 1.25))
-    found += [
+        results += [Result(f"scores_sequences_{name}_{way}_p50_n500_s", 5e-3) for way in ("once", "repeated")]
+        results.append(ratio(f"repeated_over_once_scores_sequences_{name}_p50_n500", 1.25))
+    results += [
         Result("scores_sequences_eager_p50_n500_s", 6e-3),
         ratio("scores_sequences_once_over_eager_p50_n500", 0.9),
     ]
@@ -145,8 +152,8 @@ def test_the_page_has_what_scores_of_sequences_take() -> None:
     for load in LOADS:
         ours = line(MODEL, load, [1e-3, 1e-3])
         lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours), line("grpc_aio_int8", load, [2e-3, 3e-3], ours)]
-    found += [*figures("scores_sequences", lines, {}), *peers_scores.ratios(lines, "scores_sequences")]
-    said = section(run_with(found), "### Scores of sequences")
+    results += [*figures("scores_sequences", lines, {}), *peers_scores.ratios(lines, "scores_sequences")]
+    said = section(run_with(results), "### Scores of sequences")
     assert said.count(" | 1.00 ms | 2.00 ms | 3.00 ms |\n") == 3
     assert said.count(" | 0.10 | 0.20 | 0.30 |\n") == 2
     assert said.count(" | 5.00 ms | 5.00 ms | 1.25 |\n") == 2
@@ -161,22 +168,22 @@ def test_the_page_has_what_scores_of_sequences_take() -> None:
 
 def rankings_of(kinds: list[str], *, with_peer: bool) -> list[Result]:
     """The results of a run in which these kinds of models were measured."""
-    found = []
+    results = []
     for what in (*(f"scores_{kind}_inprocess" for kind in kinds), "lookup_inprocess", "lookup"):
-        found += [Result(f"user_side_{what}_{way}_p50_n500_s", 4e-3) for way in ("once", "repeated")]
-        found.append(ratio(f"repeated_over_once_{what}_p50_n500", 2.75))
-    found.append(ratio("repeated_over_once_ids_n500", 33.1))
+        results += [Result(f"user_side_{what}_{way}_p50_n500_s", 4e-3) for way in ("once", "repeated")]
+        results.append(ratio(f"repeated_over_once_{what}_p50_n500", 2.75))
+    results.append(ratio("repeated_over_once_ids_n500", 33.1))
     for kind in kinds:
         for who in ("ours", "grpc_aio") if with_peer else ("ours",):
             for way in ("once", "repeated"):
                 name = f"rank_{kind}_{who}_{way}"
-                found += [Result(f"{name}_p50_s", 5e-3), Result(f"{name}_c8_rps", 150, unit="/s")]
-                found += [Result(f"{name}_cpu_s", 4.5), Result(f"{name}_sent", 96_000, unit="B")]
+                results += [Result(f"{name}_p50_s", 5e-3), Result(f"{name}_c8_rps", 150, unit="/s")]
+                results += [Result(f"{name}_cpu_s", 4.5), Result(f"{name}_sent", 96_000, unit="B")]
         if with_peer:
-            found += [ratio(f"best_peer_over_ours_rank_{kind}_{load}", 2.25) for load in ("p50", "c8")]
+            results += [ratio(f"best_peer_over_ours_rank_{kind}_{load}", 2.25) for load in ("p50", "c8")]
         else:
-            found.append(Result(f"rank_{kind}_grpc_aio_absent", 1, unit="", note="not\ninstalled"))
-    return found
+            results.append(Result(f"rank_{kind}_grpc_aio_absent", 1, unit="", note="not\ninstalled"))
+    return results
 
 
 @pytest.mark.parametrize("with_peer", [True, False])

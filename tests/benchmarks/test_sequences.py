@@ -39,8 +39,8 @@ def test_everyone_is_asked_for_the_same_scores_and_answers_them(tmp_path: Path, 
             expected = workload.eager(tensors)
             assert expected.shape == (samples,)
             np.testing.assert_allclose(engine.outputs(tensors)[OUTPUT], expected, atol=TOLERANCE)
-            found = peer(saved["ids"][number], saved["dense"][number])
-            np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
+            scores = peer(saved["ids"][number], saved["dense"][number])
+            np.testing.assert_allclose(scores[:, 0], expected, atol=TOLERANCE)
             if number == 0:
                 np.testing.assert_array_equal(saved["answer"][:, 0], expected)
     # What would pass if nobody looked at the ids, or at the dense inputs.
@@ -59,8 +59,8 @@ def test_scores_depend_on_history_target_and_dense_inputs(workload: SequencesWor
     before = workload.eager(tensors)
     keys = [f"f{number}" for number in workload.tables.order]
     for key in (HISTORY, TARGET):
-        at = keys.index(key) * 16
-        start, end = tensors.lengths[:at].sum(), tensors.lengths[: at + 16].sum()
+        first = keys.index(key) * 16
+        start, end = tensors.lengths[:first].sum(), tensors.lengths[: first + 16].sum()
         values = tensors.values.astype(np.int64)
         values[start:end] = (values[start:end] + 7) % 300
         assert (

@@ -41,10 +41,10 @@ def cases(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
 def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) -> None:
     done = cases(tmp_path, ALERTS.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
-    calm, *others = yaml.safe_load(CASES.read_text())["tests"]
+    calm, *eventful = yaml.safe_load(CASES.read_text())["tests"]
     names = {alert["alert"] for alert in alerts()}
-    assert {each["alertname"] for each in calm["alert_rule_test"]} == names
-    come = {each["alertname"] for case in others for each in case["alert_rule_test"] if each.get("exp_alerts")}
+    assert {alert["alertname"] for alert in calm["alert_rule_test"]} == names
+    come = {alert["alertname"] for case in eventful for alert in case["alert_rule_test"] if alert.get("exp_alerts")}
     assert come == names
 
 

@@ -38,12 +38,12 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    (found,) = [manifest for manifest in manifests() if manifest["kind"] == kind]
-    return found
+    (only,) = [manifest for manifest in manifests() if manifest["kind"] == kind]
+    return only
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("manifest", manifests(), ids=lambda each: f"{each['kind']}")
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda document: f"{document['kind']}")
 def test_kubernetes_takes_it(manifest: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -91,12 +91,12 @@ def test_only_what_was_verified_and_signed_is_served() -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     (gate,), (container,) = pod["initContainers"], pod["containers"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    for each in (gate, container):
-        mounts = {mount["mountPath"]: mount for mount in each["volumeMounts"]}
+    for container_ in (gate, container):
+        mounts = {mount["mountPath"]: mount for mount in container_["volumeMounts"]}
         assert mounts["/repository"]["readOnly"] is True
         assert mounts["/keys"]["readOnly"] is True
         assert volumes[mounts["/keys"]["name"]]["configMap"]["name"] == "lookup-trusted-keys"
-        assert each["securityContext"] == container["securityContext"]
+        assert container_["securityContext"] == container["securityContext"]
     assert "--trusted-keys=/keys/trusted.pem" in container["args"]
     assert "--private-folder=/private" in container["args"]
     assert "emptyDir" in volumes[mounts["/private"]["name"]]
@@ -139,7 +139,11 @@ def test_who_asks_the_operations_port_reaches_it() -> None:
 
 def test_a_pod_and_a_container_have_time_to_drain_and_to_answer_what_they_accepted() -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
-    (drain_s,) = [float(each.partition("=")[2]) for each in arguments_of_kubernetes() if each.startswith("--drain-s")]
+    (drain_s,) = [
+        float(argument.partition("=")[2])
+        for argument in arguments_of_kubernetes()
+        if argument.startswith("--drain-s")
+    ]
     probe = pod["containers"][0]["readinessProbe"]
     assert drain_s / 2 >= probe["periodSeconds"]  # a first look, until it refuses new connections
     assert pod["terminationGracePeriodSeconds"] >= drain_s + exit_timeout_of([])
@@ -150,8 +154,8 @@ def test_a_pod_and_a_container_have_time_to_drain_and_to_answer_what_they_accept
 
 def arguments_of_kubernetes() -> list[str]:
     (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    found: list[str] = container["args"]
-    return found
+    arguments: list[str] = container["args"]
+    return arguments
 
 
 def arguments_of_the_image(name: str) -> list[str]:
@@ -195,13 +199,13 @@ def test_the_dockerfile_copies_what_there_is(name: str) -> None:
 
 def test_the_builder_is_sent_what_is_copied_and_no_more() -> None:
     """By .dockerignore: all is left out but what is named."""
-    first, *others = [line for line in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if line[0] != "#"]
-    sent = {other.removeprefix("!") for other in others if other.startswith("!")}
+    first, *rest = [line for line in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if line[0] != "#"]
+    sent = {other.removeprefix("!") for other in rest if other.startswith("!")}
     text = "".join((DEPLOY / name).read_text() for name in LOCKS)
     copied = {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
     assert first == "*"
-    assert sent == {each.partition("/")[0] for each in copied}
-    assert [other for other in others if not other.startswith("!")] == ["**/__pycache__"]
+    assert sent == {path.partition("/")[0] for path in copied}
+    assert [other for other in rest if not other.startswith("!")] == ["**/__pycache__"]
 
 
 def test_an_image_is_healthy_as_the_operations_port_says() -> None:
@@ -217,7 +221,7 @@ def test_an_image_is_healthy_as_the_operations_port_says() -> None:
         command = [
             argument.replace("127.0.0.1/8002", f"{host}/{port}") for argument in json.loads(said.removeprefix("CMD "))
         ]
-        assert any(str(port) in each for each in command)
+        assert any(str(port) in word for word in command)
         assert subprocess.run(command, check=False).returncode == 1
         health.server_problem = None
         assert subprocess.run(command, check=False).returncode == 0

@@ -37,12 +37,12 @@ def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
     tables = [
         EmbeddingBagConfig(
             name=f"{dtype}_{pooling}",
-            num_embeddings=40 + 3 * place,
-            embedding_dim=16 + 16 * (place % 3),
+            num_embeddings=40 + 3 * index,
+            embedding_dim=16 + 16 * (index % 3),
             feature_names=[f"key {dtype} {pooling} é", *(["shared"] if dtype in ("INT8", "FP16") else [])],
             pooling=PoolingType[pooling],
         )
-        for place, (dtype, pooling) in enumerate(
+        for index, (dtype, pooling) in enumerate(
             (dtype, pooling) for dtype in DTYPES for pooling in (["SUM"] if weighted else POOLINGS)
         )
     ]
@@ -59,11 +59,11 @@ class WithSequences(nn.Module):
             [
                 EmbeddingConfig(
                     name=f"{dtype}_NONE",
-                    num_embeddings=40 + place,
+                    num_embeddings=40 + index,
                     embedding_dim=16,
                     feature_names=[f"rows {dtype}", *(["shared"] if dtype == "INT8" else [])],
                 )
-                for place, dtype in enumerate(DTYPES)
+                for index, dtype in enumerate(DTYPES)
             ]
         )
 
@@ -141,14 +141,14 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     reader = Reader(bundle)
 
     request, weights, jagged = some_request(reader)
-    found = reader.lookup(request, weights if weighted else None)
+    answered = reader.lookup(request, weights if weighted else None)
     expected = Engine.open(bundle).lookup(jagged if weighted else request)
-    assert found.keys() == expected.keys()
+    assert answered.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 2e-3
     for name, value in expected.items():
         answer = value.values if isinstance(value, JaggedRows) else value
-        assert answer.dtype == found[name].dtype
-        np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
+        assert answer.dtype == answered[name].dtype
+        np.testing.assert_allclose(answered[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 
     said = re.search(
         r'"schema_digest"\s+value \{\s+string_value: "(\w+)"', (bundle.parent / "config.pbtxt").read_text()
@@ -217,8 +217,8 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
 
     text = (bundle.parent / "config.pbtxt").read_text()
     assert reader.digest("schema_digest") in text
-    for each in reader.manifest["dense_part"]["inputs"]:  # [9]
-        said = rf'name: "{each["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {each["shape"][0]}\s+.*\s+optional: true'
+    for dense_input in reader.manifest["dense_part"]["inputs"]:  # [9]
+        said = rf'name: "{dense_input["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {dense_input["shape"][0]}\s+.*\s+optional: true'
         assert re.search(said, text)
     assert re.search(r'name: "like"\s+data_type: TYPE_FP32\s+dims: -1\s+\}', text)
     assert re.search(r'name: "both"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: 2\s+\}', text)
@@ -277,7 +277,7 @@ def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Pat
     ]
     names = [feature["name"] for feature in reader.manifest["features"]]
     bags: list[list[int]] = [[1, 2, 3], [], [4], [5, 5]]
-    lookup = {reader.manifest["features"][place]["name"]: bags for place in (3, 0)}
+    lookup = {reader.manifest["features"][index]["name"]: bags for index in (3, 0)}
     offsets = np.cumsum([0, *(len(bag) for column in lookup.values() for bag in column)])
     ids = [id_ for column in lookup.values() for bag in column for id_ in bag]
     answer = program.forward(

@@ -70,6 +70,8 @@ def test_the_settings_of_the_page_of_hosts_are_taken(built: Built) -> None:
 def test_the_page_of_hosts_names_every_setting_of_routers() -> None:
     named = set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", HOSTS, re.MULTILINE))))
     options = {
-        (setting.flag or f"--{each.name.replace('_', '-')}")[2:] for each, setting in table() if setting.is_of_router
+        (setting.flag or f"--{field.name.replace('_', '-')}")[2:]
+        for field, setting in table()
+        if setting.is_of_router
     }
     assert options <= named

@@ -64,17 +64,19 @@ class Router(Reader):
 
     def check(self, rank: int, model: str) -> None:
         """A host's manifest is what the page says."""
-        found = self.hosts[rank].manifest
+        manifest = self.hosts[rank].manifest
         host = self.plan["ranks"][rank]["host"]
-        here = [segment for segment in self.segments() if segment[1]["rank"] == rank]
-        shards = {self.name_of(shard): shard for _, shard, _ in here}
-        assert "hosts" in found["requires"]
-        assert "hosts" not in found
-        assert found["part_of"] == {"model": model, "host": host, "plan": self.digest("placement_digest")}
-        assert found["features"] == [{"name": name, "table": self.name_of(shard)} for _, shard, name in here]
-        assert found["plan"]["ranks"] == [{"host": host, "device": "cpu", "weights": "weights.0.bin"}]
-        assert found["plan"]["sharding"] == dict.fromkeys(shards, "table_wise")
-        assert {table["name"]: table for table in found["tables"]} == {
+        segments_of_rank = [segment for segment in self.segments() if segment[1]["rank"] == rank]
+        shards = {self.name_of(shard): shard for _, shard, _ in segments_of_rank}
+        assert "hosts" in manifest["requires"]
+        assert "hosts" not in manifest
+        assert manifest["part_of"] == {"model": model, "host": host, "plan": self.digest("placement_digest")}
+        assert manifest["features"] == [
+            {"name": name, "table": self.name_of(shard)} for _, shard, name in segments_of_rank
+        ]
+        assert manifest["plan"]["ranks"] == [{"host": host, "device": "cpu", "weights": "weights.0.bin"}]
+        assert manifest["plan"]["sharding"] == dict.fromkeys(shards, "table_wise")
+        assert {table["name"]: table for table in manifest["tables"]} == {
             name: {
                 **self.tables[shard["table"]],
                 "name": name,
@@ -85,10 +87,10 @@ class Router(Reader):
             }
             for name, shard in shards.items()
         }
-        assert {shard["table"]: shard["offset_bytes"] for shard in found["plan"]["shards"]} == {
+        assert {shard["table"]: shard["offset_bytes"] for shard in manifest["plan"]["shards"]} == {
             name: shard["offset_bytes"] for name, shard in shards.items()
         }
-        assert found["id_dtype"] == "INT32"
+        assert manifest["id_dtype"] == "INT32"
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """{feature: [B, dim], of a sequence [n, dim]} for {key: bags}, as section 10 says a router answers."""
@@ -114,22 +116,22 @@ class Router(Reader):
         }
         sums = {name: np.zeros((len(bag), self.dim_of(name)), np.float32) for name, bag in bags.items()}
         for rank in range(len(self.plan["ranks"])):
-            asked = {
+            bags_of_rank = {
                 name: (feature["name"], shard, [cut(bag, *shard["rows"]) for bag in bags[feature["name"]]])
                 for feature, shard, name in self.segments()
                 if shard["rank"] == rank and feature["name"] in bags
             }
-            answers = self.own(asked) if rank == OWN else self.ask(rank, asked)
-            for name, (feature, shard, _) in asked.items():
+            answers = self.own(bags_of_rank) if rank == OWN else self.ask(rank, bags_of_rank)
+            for name, (feature, shard, _) in bags_of_rank.items():
                 sums[feature][:, slice(*shard["columns"])] += answers[name]
         for feature in self.manifest["features"]:
             if feature["name"] in bags and self.tables[feature["table"]]["pooling"] == "MEAN":
                 counts = np.array([max(1, len(bag)) for bag in bags[feature["name"]]], np.float32)
                 sums[feature["name"]] /= counts[:, None]
-        return {name: each.astype(FLOATS[self.manifest["output_dtype"]]) for name, each in sums.items()}
+        return {name: values.astype(FLOATS[self.manifest["output_dtype"]]) for name, values in sums.items()}
 
     def dim_of(self, feature: str) -> int:
-        (table,) = (each["table"] for each in self.manifest["features"] if each["name"] == feature)
+        (table,) = (entry["table"] for entry in self.manifest["features"] if entry["name"] == feature)
         dim: int = self.tables[table]["dim"]
         return dim
 
@@ -139,13 +141,13 @@ class Router(Reader):
         if policy == "modulo":
             bag = [id_ % table["rows"] for id_ in bag]
         pairs = list(zip(bag, weights, strict=True))
-        kept = [pair for pair in pairs if 0 <= pair[0] < table["rows"]]
-        assert policy != "error" or kept == pairs
+        valid = [pair for pair in pairs if 0 <= pair[0] < table["rows"]]
+        assert policy != "error" or valid == pairs
         if not isinstance(policy, dict):
-            return kept
+            return valid
         return [(id_ if 0 <= id_ < table["rows"] else policy["default_row"], weight) for id_, weight in pairs]
 
-    def own(self, asked: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+    def own(self, bags_by_name: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
         """The sums of the router's own rank."""
         return {
             name: np.stack(
@@ -161,13 +163,15 @@ class Router(Reader):
                     for bag in bags
                 ]
             )
-            for name, (_, shard, bags) in asked.items()
+            for name, (_, shard, bags) in bags_by_name.items()
         }
 
-    def ask(self, rank: int, asked: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    def ask(self, rank: int, bags_by_name: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         """The sums of a host: its bundle is an ordinary one."""
-        request = {name: [[row for row, _ in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
-        weights = {name: [[weight for _, weight in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
+        request = {name: [[row for row, _ in bag] for bag in bags] for name, (_, _, bags) in bags_by_name.items()}
+        weights = {
+            name: [[weight for _, weight in bag] for bag in bags] for name, (_, _, bags) in bags_by_name.items()
+        }
         weighted = any(table["weighted"] for table in self.hosts[rank].tables.values())
         return self.hosts[rank].lookup(request, weights if weighted else None)
 
@@ -235,14 +239,14 @@ def test_a_router_is_answered_for_by_the_page_alone(
     assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if has_weights else set())
 
     request, weights, jagged = some_request(router)
-    found = router.lookup(request, weights if weighted else None)
+    answered = router.lookup(request, weights if weighted else None)
     expected = one.lookup(jagged if weighted else request)
-    assert found.keys() == expected.keys()
+    assert answered.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 5e-3
     for name, each in expected.items():
         answer = each.values if isinstance(each, JaggedRows) else each
-        assert answer.dtype == found[name].dtype
-        np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
+        assert answer.dtype == answered[name].dtype
+        np.testing.assert_allclose(answered[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 
     for reader, model in [
         (router, bundle.parent),

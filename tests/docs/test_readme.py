@@ -39,9 +39,9 @@ TO_PACKAGE = f"export PYTHONPATH={shlex.quote(str(ROOT))}:.\n"
 def blocks(page: str, language: str, start: str = "") -> list[str]:
     """The blocks of a page in a language that start so; there is one at least."""
     every = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    found = [text for name, text in every if name == language and text.startswith(start)]
-    assert found, f"{page} has no {language} block that starts with {start!r}"
-    return found
+    texts = [text for name, text in every if name == language and text.startswith(start)]
+    assert texts, f"{page} has no {language} block that starts with {start!r}"
+    return texts
 
 
 def patient(text: str, address: str) -> str:
@@ -120,8 +120,8 @@ def test_lookups_of_a_page_are_answered(page: str, movies: Served) -> None:
     exec(patient(lookup, movies.address), names)
     assert names["answer"]["genres"].shape == (3, 16)
     (from_shell,) = blocks(page, "", "echo")
-    at = f" --url {movies.address} --timeout-s {PATIENT_S}"
-    assert run(from_shell.strip() + at, ROOT).count("genres") == 3
+    options = f" --url {movies.address} --timeout-s {PATIENT_S}"
+    assert run(from_shell.strip() + options, ROOT).count("genres") == 3
 
 
 def test_many_lookups_at_once_are_answered(movies: Served) -> None:
@@ -144,11 +144,11 @@ def test_the_commands_of_a_page_run(page: str, movies: Served) -> None:
     for line in blocks(page, "", "tbe-serve load movies")[0].splitlines():
         command, _, _ = line.partition("#")
         verb = command.split()[1]
-        at = f" --url {movies.address}" if verb in ("load", "health", "bench") else ""
-        at = f" {movies.address}" if verb == "status" else at
-        at += f" --timeout-s {PATIENT_S}" if verb in CALLING else ""
+        options = f" --url {movies.address}" if verb in ("load", "health", "bench") else ""
+        options = f" {movies.address}" if verb == "status" else options
+        options += f" --timeout-s {PATIENT_S}" if verb in CALLING else ""
         brief = " --seconds 0.2" if "bench" in command else ""
-        assert run(command.strip() + at + brief, movies.folder)
+        assert run(command.strip() + options + brief, movies.folder)
 
 
 @pytest.mark.long
@@ -187,7 +187,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = blocks(README, "", "tbe-export model")
-    of_readme, score, once, frame = (
+    of_readme, score, shared_call, frame = (
         text for page in (README, CLIENTS) for text in blocks(page, "python") if "client.score" in text
     )
     assert of_readme == score
@@ -201,7 +201,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     with run_server(Path("repository"), Ports(grpc=0, http=0, operations=0), log=tmp_path / "log") as server:
         exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]
-        exec(patient(once, server.grpc), names)
+        exec(patient(shared_call, server.grpc), names)
         exec(patient(frame, server.grpc), names)
         exec(patient(stream, server.grpc), names)
         assert len(names["scores"]["scores"]) == 10_000
@@ -226,9 +226,9 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
 
 @pytest.mark.long
 def test_the_plan_of_the_page_of_sharding_is_drawn(tmp_path: Path) -> None:
-    here, on_hosts = blocks(SHARDING, "", "tbe-export plan")
+    in_process, on_hosts = blocks(SHARDING, "", "tbe-export plan")
     package(tmp_path)
-    run(f"{TO_PACKAGE}{here}", tmp_path)
+    run(f"{TO_PACKAGE}{in_process}", tmp_path)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     # The tables of the package are so small that the router would hold all of them, and nothing was captured.
     on_hosts = re.sub(r" --traffic \S+", "", on_hosts.replace("300MB", "0B"))
@@ -283,7 +283,7 @@ NAMES = {
 
 def test_the_comparisons_of_the_readme_are_those_of_the_last_quiet_benchmark() -> None:
     runs = sorted((ROOT / "benchmarks" / "results").glob("2*.json"))
-    (name, latest) = [(run.name, found) for run in runs if quiet(found := json.loads(run.read_text()))][-1]
+    (name, latest) = [(run.name, figures) for run in runs if quiet(figures := json.loads(run.read_text()))][-1]
     assert f"(benchmarks/results/{name})" in (ROOT / README).read_text()
     assert f"on {['two', 'three', 'four'][latest['machine']['cores'] - 2]} cores" in (ROOT / README).read_text()
     results = latest["results"]
@@ -291,12 +291,12 @@ def test_the_comparisons_of_the_readme_are_those_of_the_last_quiet_benchmark() -
     assert [what for what, *_ in rows] == list(MEASURED)
     for what, ours, best, server in rows:
         model, quantity, best_of = MEASURED[what]
-        asked, servers = ASKED[model]
-        found = {name: results.get(f"{model}_{name}_{quantity}") for name in asked}
-        others = {name: value for name, value in found.items() if value is not None}
-        assert len({name.rpartition("_")[0] for name in others}) == servers
-        assert best_of(others, key=others.__getitem__) == NAMES[server]
-        assert (ours, best) == (shown(results[f"{model}_ours_{quantity}"]), shown(best_of(others.values())))
+        quantities, servers = ASKED[model]
+        figures = {name: results.get(f"{model}_{name}_{quantity}") for name in quantities}
+        measured = {name: value for name, value in figures.items() if value is not None}
+        assert len({name.rpartition("_")[0] for name in measured}) == servers
+        assert best_of(measured, key=measured.__getitem__) == NAMES[server]
+        assert (ours, best) == (shown(results[f"{model}_ours_{quantity}"]), shown(best_of(measured.values())))
 
 
 def quiet(run: Any) -> bool:
@@ -314,7 +314,7 @@ def test_what_the_readme_installs_are_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = re.findall(r"'tbe-serving\[([\w,]+)\]'", install)
     assert len(named) == install.count("tbe-serving") == 3
-    assert {extra for each in named for extra in each.split(",")} == {"server", "export"} < set(extras)
+    assert {extra for group in named for extra in group.split(",")} == {"server", "export"} < set(extras)
 
 
 def test_the_readme_has_at_most_700_words() -> None:
@@ -324,14 +324,14 @@ def test_the_readme_has_at_most_700_words() -> None:
 @pytest.mark.parametrize("page", [README, CLIENTS, SHARDING])
 def test_every_block_of_a_page_is_one_that_a_test_runs(page: str) -> None:
     """Whoever adds a block adds it to a test: a block that nothing runs rots."""
-    known = {
+    names_by_page = {
         README: {"": 7, "python": 3},
         CLIENTS: {"": 1, "python": 7},
         SHARDING: {"": 7, "python": 1, "text": 3, "toml": 1},
     }
     assert (
         Counter(re.findall(r"^```(\w*)\n.*?^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL))
-        == known[page]
+        == names_by_page[page]
     )
 
 

@@ -53,10 +53,10 @@ def release(words: list[str]) -> None:
 
 def wait_for_versions(server: Running, *versions: int) -> None:
     deadline = time.monotonic() + 60
-    while (found := query_servers(Connection(addresses=[server.grpc], timeout_s=5)))[0].models != {
+    while (servers := query_servers(Connection(addresses=[server.grpc], timeout_s=5)))[0].models != {
         "movies": versions
     }:
-        assert time.monotonic() < deadline, found
+        assert time.monotonic() < deadline, servers
         time.sleep(0.1)
 
 

@@ -32,12 +32,12 @@ def run(words: list[str], server: Running) -> str:
                 said: str = response.read().decode()
                 return said
         case ["tbe-serve", *arguments]:
-            at = ["--url", server.grpc] if arguments[0] == "load" else []
+            options = ["--url", server.grpc] if arguments[0] == "load" else []
             if arguments == ["status"]:
-                at = [server.grpc]
-            asked = tbe_serve(*[argument.replace("127.0.0.1:8001", server.grpc) for argument in arguments], *at)
-            assert asked.returncode == 0, asked.stderr
-            return asked.stdout
+                options = [server.grpc]
+            called = tbe_serve(*[argument.replace("127.0.0.1:8001", server.grpc) for argument in arguments], *options)
+            assert called.returncode == 0, called.stderr
+            return called.stdout
         case ["tbe-export", *arguments]:
             result = tbe_export(*arguments)
             assert result.exit_code == 0, result.output

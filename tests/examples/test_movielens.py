@@ -35,7 +35,7 @@ def test_every_rating_is_a_sample_with_every_feature(samples: data.Samples) -> N
 def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Samples) -> None:
     """Recomputed from the raw file, sample by sample, with no state carried along."""
     ratings = sorted(
-        data._read("inter"), key=lambda each: (float(each["timestamp"]), each["user_id"], each["item_id"])
+        data._read("inter"), key=lambda event: (float(event["timestamp"]), event["user_id"], event["item_id"])
     )
     items = data.catalogue().items
     recent = samples.features["recent_items"]
@@ -45,16 +45,16 @@ def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Sa
     for sample in np.random.default_rng(0).integers(0, 100_000, 300):
         now = ratings[sample]
         earlier = [
-            items[each["item_id"]]["item_id"][0]
-            for each in (ratings[number] for number in of_user[now["user_id"]] if number < sample)
-            if float(each["timestamp"]) < float(now["timestamp"]) and float(each["rating"]) >= 4
+            items[event["item_id"]]["item_id"][0]
+            for event in (ratings[number] for number in of_user[now["user_id"]] if number < sample)
+            if float(event["timestamp"]) < float(now["timestamp"]) and float(event["rating"]) >= 4
         ]
-        found = recent.values[recent.offsets[sample] : recent.offsets[sample + 1]].tolist()
-        assert found == earlier[-data.RECENT_ITEMS :]
+        history = recent.values[recent.offsets[sample] : recent.offsets[sample + 1]].tolist()
+        assert history == earlier[-data.RECENT_ITEMS :]
 
 
 def test_all_test_samples_are_later_than_all_training_samples(samples: data.Samples) -> None:
-    times = sorted(float(each["timestamp"]) for each in data._read("inter"))
+    times = sorted(float(event["timestamp"]) for event in data._read("inter"))
     assert samples.train[-1] + 1 == samples.test[0]
     assert times[samples.train[-1]] <= times[samples.test[0]]
     assert len(samples.train) + len(samples.test) == 100_000

@@ -74,14 +74,14 @@ def test_together_they_hold_every_row_once(tmp_path: Path, router: Path) -> None
     """By an oracle that reads bytes alone: what hosts' bundles hold is what one process holds."""
     one = in_one_process(tmp_path, mixed(), CONFIG, router)
     manifest = open_bundle(router).manifest
-    found = {spec.name: np.full((spec.rows, spec.dim), np.nan, np.float32) for spec in MIXED}
+    rows_by_table = {spec.name: np.full((spec.rows, spec.dim), np.nan, np.float32) for spec in MIXED}
     for host in manifest.hosts:
         bundle = tmp_path / "r" / host.model / "1"
         for table in open_bundle(bundle).manifest.tables:
             name, rows, columns = _slice(table.name)
-            assert np.isnan(found[name][rows, columns]).all()
-            found[name][rows, columns] = exported_table(bundle, table.name)
-    for name, numbers in found.items():
+            assert np.isnan(rows_by_table[name][rows, columns]).all()
+            rows_by_table[name][rows, columns] = exported_table(bundle, table.name)
+    for name, numbers in rows_by_table.items():
         if name == "genre":
             assert np.isnan(numbers).all()
         else:
@@ -118,23 +118,23 @@ def test_machines_that_write_a_host_each_write_what_one_machine_writes(tmp_path:
         weights = Counted(module)
         (path,) = export_hosts(module, several, MODEL, [host], CONFIG, 1, checkpoint=weights)
         assert path == several / f"{MODEL}-host-{host}" / "1"
-        here = [shard for shard in open_bundle(router).manifest.plan.shards if shard.rank == host + 1]
+        shards_here = [shard for shard in open_bundle(router).manifest.plan.shards if shard.rank == host + 1]
         for spec in MIXED:
-            expected = {row for shard in here if shard.table == spec.name for row in range(*shard.rows)}
+            expected = {row for shard in shards_here if shard.table == spec.name for row in range(*shard.rows)}
             assert weights.read[spec.name] == expected, "it read rows of other hosts"
     weights = Counted(module)
-    found = complete_hosts(module, several, MODEL, CONFIG, 1, checkpoint=weights)
+    published = complete_hosts(module, several, MODEL, CONFIG, 1, checkpoint=weights)
     assert {name for name, rows in weights.read.items() if rows} == {"genre"}
-    assert found == several / MODEL / "1"
+    assert published == several / MODEL / "1"
     for model in MODELS:
-        ours, theirs = (open_bundle(folder / model / "1").manifest for folder in (several, tmp_path / "r"))
-        assert ours.placement_digest == theirs.placement_digest
+        ours, router_manifest = (open_bundle(folder / model / "1").manifest for folder in (several, tmp_path / "r"))
+        assert ours.placement_digest == router_manifest.placement_digest
         names = ours.weights_files
-        assert {name: ours.files[name] for name in names} == {name: theirs.files[name] for name in names}
-        for mine, other in zip(ours.parity, theirs.parity, strict=True):
+        assert {name: ours.files[name] for name in names} == {name: router_manifest.files[name] for name in names}
+        for mine, other in zip(ours.parity, router_manifest.parity, strict=True):
             assert mine.quantized.largest <= other.quantized.largest
-    ours, theirs = open_bundle(found).manifest, open_bundle(router).manifest
-    for mine, other in zip(ours.parity, theirs.parity, strict=True):
+    ours, router_manifest = open_bundle(published).manifest, open_bundle(router).manifest
+    for mine, other in zip(ours.parity, router_manifest.parity, strict=True):
         assert mine.quantized.largest == other.quantized.largest
         assert mine.quantized.mean == pytest.approx(other.quantized.mean, rel=1e-6)
         assert mine.quantized.cosine == pytest.approx(other.quantized.cosine, abs=1e-4)

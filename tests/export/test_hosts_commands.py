@@ -52,8 +52,8 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
         done = runner.invoke(app, ["model", *again])
         assert done.exit_code == 0, done.output
         shutil.rmtree(model / "4")
-        for each in MODELS[1:]:
-            shutil.rmtree(tmp_path / "r" / each / "4")
+        for model_name in MODELS[1:]:
+            shutil.rmtree(tmp_path / "r" / model_name / "4")
         return done.output.splitlines()[-1]
 
     configure_hosts(model, {"0": "a:1", "2": "c:1"})

@@ -80,11 +80,11 @@ def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_mod
     first = open_bundle(export_model(model, r, "m", CONFIG))
     for seed in range(3):
         publish_delta(r, "m", changed_rows(model, np.random.default_rng(seed), lambda rows: rows // 3))
-    seen: list[Progress] = []
-    second = open_bundle(compact(r, "m", progress=seen.append))
+    steps: list[Progress] = []
+    second = open_bundle(compact(r, "m", progress=steps.append))
     assert second.path.name == "2"
-    assert [each.done for each in seen] == sorted(each.done for each in seen)
-    assert (seen[-1].done, {each.total for each in seen}) == (seen[-1].total, {seen[-1].total})
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+    assert (steps[-1].done, {step.total for step in steps}) == (steps[-1].total, {steps[-1].total})
     assert weights_of(second.path) == weights_of(export_model(model, tmp_path / "anew", "m", CONFIG))
     assert second.manifest.compacted is not None
     assert (names(second), second.manifest.sequence) == (names(first), 3)
@@ -358,16 +358,16 @@ def test_a_delta_that_somebody_publishes_meanwhile_is_in_the_version_s_lineage_b
     r = tmp_path / "r"
     export_model(model, r, "m")
     changed_rows(model, np.random.default_rng(0), lambda _: 3)
-    publish, others = Lineage.publish, []
+    publish, deltas = Lineage.publish, []
 
     def after_another(lineage: Lineage, *arguments: Any) -> PublishedDelta:
         monkeypatch.setattr(Lineage, "publish", publish)
-        others.append(publish_delta(r, "m", {"a": ([7], ones())}))
+        deltas.append(publish_delta(r, "m", {"a": ([7], ones())}))
         return publish(lineage, *arguments)
 
     monkeypatch.setattr(Lineage, "publish", after_another)
     second = open_bundle(export_next(model, r, "m"))
-    assert [other.sequence for other in others] == [1]
+    assert [other.sequence for other in deltas] == [1]
     assert second.manifest.sequence == 3  # the second does not have row 7
     assert weights_of(compact(r, "m", version=1)) == weights_of(second.path)
 
@@ -405,15 +405,15 @@ def test_a_dense_part_over_hosts_goes_on_with_the_rows_of_each(tmp_path: Path) -
     export_next(model, r, MODEL, config)
     export_model(model, tmp_path / "anew" / "r", MODEL, config)
     for version, sequence in ((2, 0), (3, 2)):
-        found = bundles(r, version)
-        assert found.keys() == first.keys()
-        for name, path in found.items():
+        paths = bundles(r, version)
+        assert paths.keys() == first.keys()
+        for name, path in paths.items():
             bundle = open_bundle(path)
             assert (names(bundle), bundle.manifest.sequence) == (names(first[name]), sequence)
             for weights in bundle.manifest.weights_files:  # linked where no row of it had changed
                 before = r / name / "1" / weights
                 assert (path / weights).samefile(before) == ((path / weights).read_bytes() == before.read_bytes())
-        verification = verify(found[MODEL])
+        verification = verify(paths[MODEL])
         assert (verification.absent, verification.failures) == ((), ())
         for host in verification.bundle.manifest.hosts:
             assert (host.version, host.lineage) == (version, names(first[host.model]))

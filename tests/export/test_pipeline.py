@@ -98,8 +98,8 @@ def test_nothing_is_published_that_serving_would_refuse(tmp_path: Path, monkeypa
     """A number that JSON does not have, wherever it came from: the manifest would say null."""
 
     def with_no_number(*arguments: Any) -> Any:
-        first, *others = check_parity(*arguments)
-        return msgspec.structs.replace(first, limit=float("inf")), *others
+        first, *rest = check_parity(*arguments)
+        return msgspec.structs.replace(first, limit=float("inf")), *rest
 
     export_model(collection(), tmp_path / "r", "m")
     before = files(tmp_path)
@@ -110,9 +110,9 @@ def test_nothing_is_published_that_serving_would_refuse(tmp_path: Path, monkeypa
 
 
 def test_progress_covers_every_byte(tmp_path: Path) -> None:
-    seen: list[Progress] = []
-    export_model(collection(), tmp_path / "r", "m", progress=seen.append)
+    steps: list[Progress] = []
+    export_model(collection(), tmp_path / "r", "m", progress=steps.append)
     total = sum(4 * spec.rows * spec.dim for spec in MIXED)
-    assert [each.step for each in seen] == ["user", "item", "genre", "word", "parity"]
-    assert {each.total for each in seen} == {total}
-    assert seen[-1].done == seen[-2].done == total
+    assert [step.step for step in steps] == ["user", "item", "genre", "word", "parity"]
+    assert {step.total for step in steps} == {total}
+    assert steps[-1].done == steps[-2].done == total

@@ -76,9 +76,9 @@ def test_tables_that_the_forward_reads_stay_where_they_are(tmp_path: Path, check
     bundle = export_model(module, tmp_path / "r", "m", EXACT, checkpoint=saved)
     assert list(module.bags.embedding_bags) == ["t0", "t1", "t2", "t3"]
     bags, _ = random_request(trained, np.random.default_rng(0), 5)
-    found, expected = Engine.open(bundle).score(bags)["scores"], own_scores(trained, bags, {})["scores"]
-    assert found.shape == (5, 101)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    scores, expected = Engine.open(bundle).score(bags)["scores"], own_scores(trained, bags, {})["scores"]
+    assert scores.shape == (5, 101)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("export", [export_model, lambda module, *_: plan_model(module, ExportConfig())])
@@ -101,9 +101,9 @@ def test_a_dense_part_of_one_s_own_stays_in_training(tmp_path: Path) -> None:
         def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
             return embeddings["f0"].sum(dim=1)
 
-    own = Own().train()
-    export_model(even(), tmp_path, "m", EXACT, dense=own)
-    assert own.training
+    dense = Own().train()
+    export_model(even(), tmp_path, "m", EXACT, dense=dense)
+    assert dense.training
 
 
 def test_a_refused_model_stays_as_it_is(tmp_path: Path) -> None:

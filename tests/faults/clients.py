@@ -74,9 +74,9 @@ def gone(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> 
             storm = [call.future(message(), timeout=60 if cancelled else 1) for _ in range(sent)]
             if cancelled:
                 wait_for_pending(server, "m", sent)
-            for each in storm if cancelled else ():
-                each.cancel()
-            codes = {each.code() for each in storm}
+            for stream in storm if cancelled else ():
+                stream.cancel()
+            codes = {call.code() for call in storm}
             time.sleep(settle_s)
         first.result()
         right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
@@ -181,13 +181,15 @@ class Slow:
         return f"beside {self.connections} connections that say no more {self.right} of {self.asked} lookups answered right"
 
 
-def slow(folder: Path, each: int) -> Slow:
+def slow(folder: Path, per_kind: int) -> Slow:
     """Connections that begin a call, and trickle; lookups beside them are answered."""
     oracle = Oracle(publish(folder))
     access = Access(http=True)
     with run_server(folder / "r", FREE, access=access, log=folder / "log") as server, ExitStack() as stack:
-        opened = [_stall(stack, server, start) for start in slow_starts() for _ in range(each)]
-        opened += [_stall(stack, server, b"POST /v2/models/m/infer HTTP/1.1\r\nHost", http=True) for _ in range(each)]
+        opened = [_stall(stack, server, start) for start in slow_starts() for _ in range(per_kind)]
+        opened += [
+            _stall(stack, server, b"POST /v2/models/m/infer HTTP/1.1\r\nHost", http=True) for _ in range(per_kind)
+        ]
         right = 0
         with LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client:
             for number in range(200):

@@ -104,9 +104,9 @@ with in_this_process():
 """
 
 
-def published_at_once(folder: Path, publishers: int, each: int) -> list[Path]:
+def published_at_once(folder: Path, publishers: int, count: int) -> list[Path]:
     """The versions of so many processes, each of which publishes so many; every byte of them was read."""
-    processes = [python("-c", PUBLISH, str(folder / "r"), str(each)) for _ in range(publishers)]
+    processes = [python("-c", PUBLISH, str(folder / "r"), str(count)) for _ in range(publishers)]
     bundles = []
     for process in processes:
         out, err = process.communicate(timeout=300)

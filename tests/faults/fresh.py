@@ -141,11 +141,12 @@ class _Published:
 
     def _late(self, client: LookupClient) -> int:
         try:
-            found = all_rows(client)
+            rows_by_table = all_rows(client)
         except ServingError:
             return 1
         return sum(
-            int((rows != self._numbers[name][:READ, np.newaxis]).any(axis=1).sum()) for name, rows in found.items()
+            int((rows != self._numbers[name][:READ, np.newaxis]).any(axis=1).sum())
+            for name, rows in rows_by_table.items()
         )
 
 
@@ -172,8 +173,8 @@ def _is_ready(server: Running) -> bool:
     return False
 
 
-def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
-    kinds = ["delta_writer", "model"] if seen.killed["model"] < _MOST_MODELS_KILLED else ["delta_writer"]
+def _kill(server: Running, result: Seen, random: np.random.Generator) -> None:
+    kinds = ["delta_writer", "model"] if result.killed["model"] < _MOST_MODELS_KILLED else ["delta_writer"]
     what = random.choice([*kinds, *["delta_writer"] * 4])
     if what == "model" and not _is_ready(server):  # a model that dies while reloading is given up
         return
@@ -181,9 +182,9 @@ def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
         if what == "model":
             for stub in stubs(server.triton, "m")[:1]:
                 stub.kill()
-                seen.killed[what] += 1
+                result.killed[what] += 1
         else:
             for child in psutil.Process(server.process.pid).children():
                 if "serving.tables.delta_writer" in child.cmdline():
                     child.kill()
-                    seen.killed[what] += 1
+                    result.killed[what] += 1

@@ -38,7 +38,7 @@ def read(url: str, model: str, newest: Any, clients: int, ready: Event, stopped:
         stopped: ends it.
         figures: the queue.
     """
-    seen = dict.fromkeys(("reads", "refused", "torn", "backwards", "too_new"), 0)
+    counts = dict.fromkeys(("reads", "refused", "torn", "backwards", "too_new"), 0)
     one_at_a_time = threading.Lock()
 
     def look() -> None:
@@ -46,19 +46,19 @@ def read(url: str, model: str, newest: Any, clients: int, ready: Event, stopped:
         with LookupClient(url, model, 2) as client:
             while not stopped.wait(0.01):
                 try:
-                    found = all_rows(client)
+                    rows_by_table = all_rows(client)
                 except ServingError:
                     with one_at_a_time:
-                        seen["refused"] += 1
+                        counts["refused"] += 1
                     continue
                 now = np.full(READ, newest.value % ROUND, np.float32)
                 with one_at_a_time:
-                    seen["reads"] += 1
-                    for table, rows in found.items():
-                        seen["torn"] += int((rows != rows[:, :1]).any(axis=1).sum())
-                        seen["backwards"] += _older(rows[:, 0], before[table])
-                        seen["too_new"] += _older(now, rows[:, 0])
-                before = {table: rows[:, 0] for table, rows in found.items()}
+                    counts["reads"] += 1
+                    for table, rows in rows_by_table.items():
+                        counts["torn"] += int((rows != rows[:, :1]).any(axis=1).sum())
+                        counts["backwards"] += _older(rows[:, 0], before[table])
+                        counts["too_new"] += _older(now, rows[:, 0])
+                before = {table: rows[:, 0] for table, rows in rows_by_table.items()}
 
     threads = [threading.Thread(target=look) for _ in range(clients)]
     for thread in threads:
@@ -66,9 +66,9 @@ def read(url: str, model: str, newest: Any, clients: int, ready: Event, stopped:
     ready.set()
     for thread in threads:
         thread.join()
-    figures.put(seen)
+    figures.put(counts)
 
 
-def _older(numbers: npt.NDArray[np.float32], others: npt.NDArray[np.float32]) -> int:
+def _older(numbers: npt.NDArray[np.float32], earlier: npt.NDArray[np.float32]) -> int:
     """How many numbers come before the others, where numbers go round."""
-    return int(((numbers - others) % ROUND >= ROUND / 2).sum())
+    return int(((numbers - earlier) % ROUND >= ROUND / 2).sum())

@@ -46,8 +46,8 @@ class Attending(nn.Module):
         self.over = nn.Linear(24 + 32 + 32, 2)
 
     def forward(self, ids: KeyedJaggedTensor, price: Tensor) -> dict[str, Tensor]:
-        found, rows = self.tables(ids)
-        pooled, recent, words = found.values(), rows["recent"], rows["words"]
+        pooled_by_feature, rows = self.tables(ids)
+        pooled, recent, words = pooled_by_feature.values(), rows["recent"], rows["words"]
         padded = recent.to_padded_dense(LONGEST)
         is_there = torch.arange(LONGEST) < recent.lengths().unsqueeze(1)
         logits = torch.matmul(padded, self.query(torch.cat([pooled, price], dim=1)).unsqueeze(2)).squeeze(2)
@@ -64,7 +64,7 @@ class Oracle:
     def __init__(self, model: nn.Module) -> None:
         random = np.random.default_rng(0)
         self.requests = [request(random, int(random.integers(1, 20))) for _ in range(16)]
-        self.scores = [own_scores(model, each) for each in self.requests]
+        self.scores = [own_scores(model, request) for request in self.requests]
 
     def is_right(self, client: LookupClient, number: int) -> bool:
         """Ask for scores, and compare."""
@@ -77,16 +77,16 @@ def request(random: np.random.Generator, samples: int) -> Request:
     return dict(bags), {"price": random.random((samples, WIDTH), np.float32)}
 
 
-def own_scores(model: nn.Module, asked: Request) -> dict[str, npt.NDArray[np.float32]]:
+def own_scores(model: nn.Module, request: Request) -> dict[str, npt.NDArray[np.float32]]:
     """What the model itself answers."""
-    bags, dense = asked
+    bags, dense = request
     with torch.no_grad():
         return {name: value.numpy() for name, value in model(kjt_of(bags), torch.from_numpy(dense["price"])).items()}
 
 
-def is_close(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    return found.keys() == expected.keys() and all(
-        np.allclose(found[name], value, rtol=0, atol=ROUNDING * max(1, np.abs(value).max()))
+def is_close(scores: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return scores.keys() == expected.keys() and all(
+        np.allclose(scores[name], value, rtol=0, atol=ROUNDING * max(1, np.abs(value).max()))
         for name, value in expected.items()
     )
 
@@ -144,7 +144,7 @@ TYPES = {"item": "table_wise", "word": "table_wise", "user": "data_parallel", "g
 
 def host_lost(folder: Path, times: int) -> Lost:
     """Lose the host that has rows of `item` while scores are asked for that need them, and that do not."""
-    model, seen = Attending().eval(), Lost()
+    model, result = Attending().eval(), Lost()
     sharding = Sharding(ranks=2, ranks_per_host=1, types=TYPES)
     router = export_hosts(folder, model, replace(config(), sharding=sharding))
     plan = open_bundle(router).manifest.plan
@@ -154,9 +154,9 @@ def host_lost(folder: Path, times: int) -> Lost:
     needing = [request(random, 1 + number) for number in range(8)]
     for bags, _ in needing:
         bags["recent"][0] = [1, 2, 3]
-    others = [({**bags, "recent": [[] for _ in bags["recent"]]}, dense) for bags, dense in needing]
-    asked = [*needing, *others]
-    expected = [own_scores(model, each) for each in asked]
+    unaffected = [({**bags, "recent": [[] for _ in bags["recent"]]}, dense) for bags, dense in needing]
+    requests = [*needing, *unaffected]
+    expected = [own_scores(model, request) for request in requests]
     with ExitStack() as stack:
         served = stack.enter_context(fleet(folder, router, "--shard-timeout-ms", str(int(1000 * TIMEOUT_S))))
         pool = stack.enter_context(ThreadPoolExecutor(CALLERS))
@@ -168,27 +168,29 @@ def host_lost(folder: Path, times: int) -> Lost:
         def ask(number: int) -> bool | str:
             """Whether the answer is right, or what was said instead of it."""
             try:
-                return is_close(clients[number % CALLERS].score(*asked[number]), expected[number])
+                return is_close(clients[number % CALLERS].score(*requests[number]), expected[number])
             except ServingError as error:
                 return str(error)
 
         def all_at_once() -> Sequence[bool | str]:
-            found = list(pool.map(ask, range(len(asked))))
-            seen.wrong += sum(each is False for each in found)
-            return found
+            outcomes = list(pool.map(ask, range(len(requests))))
+            result.wrong += sum(outcome is False for outcome in outcomes)
+            return outcomes
 
-        until(lambda: all(each is True for each in all_at_once()), "all are right")
+        until(lambda: all(outcome is True for outcome in all_at_once()), "all are right")
         stack.enter_context(supervised(served.servers[lost]))
         for _ in range(times):
-            seen.times += 1
+            result.times += 1
             served.servers[lost].process.kill()
-            found = all_at_once()
-            seen.refused += sum(isinstance(each, str) for each in found[: len(needing)])
-            seen.nameless += sum(isinstance(each, str) and name not in each for each in found[: len(needing)])
-            seen.others_right += sum(each is True for each in found[len(needing) :])
-            seen.others_failed += sum(isinstance(each, str) for each in found[len(needing) :])
+            outcomes = all_at_once()
+            result.refused += sum(isinstance(outcome, str) for outcome in outcomes[: len(needing)])
+            result.nameless += sum(
+                isinstance(outcome, str) and name not in outcome for outcome in outcomes[: len(needing)]
+            )
+            result.others_right += sum(outcome is True for outcome in outcomes[len(needing) :])
+            result.others_failed += sum(isinstance(outcome, str) for outcome in outcomes[len(needing) :])
             back = time.monotonic()
             until(lambda: ask(0) is True, "the host is back")
-            seen.back_s = max(seen.back_s, time.monotonic() - back)
-            seen.right_again += sum(each is True for each in all_at_once()[: len(needing)])
-    return seen
+            result.back_s = max(result.back_s, time.monotonic() - back)
+            result.right_again += sum(outcome is True for outcome in all_at_once()[: len(needing)])
+    return result

@@ -41,11 +41,11 @@ class Seen:
     longest_s: float = 0.0
     retold: int = 0
 
-    def add(self, told: "Seen") -> None:
+    def add(self, other: "Seen") -> None:
         """What callers saw of one more lie."""
-        for each in fields(self):
-            so_far, more = getattr(self, each.name), getattr(told, each.name)
-            setattr(self, each.name, max(so_far, more) if each.name == "longest_s" else so_far + more)
+        for counted in fields(self):
+            so_far, more = getattr(self, counted.name), getattr(other, counted.name)
+            setattr(self, counted.name, max(so_far, more) if counted.name == "longest_s" else so_far + more)
 
     def line(self) -> str:
         """All in one."""
@@ -67,48 +67,54 @@ def asked(client: LookupClient, request: Mapping[str, Any]) -> tuple[Mapping[str
 
 def lied(folder: Path, times: int) -> Seen:
     """A router of a real tritonserver, one of whose hosts lies in each way, `times` times to each of some callers."""
-    version, seen = export_version(folder, 1), Seen()
+    version, result = export_version(folder, 1), Seen()
     (number,) = open_plan(version)["blank"]
     on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
-    kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
+    unaffected = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
     with ExitStack() as stack:
         hosts = stack.enter_context(fake_hosts(version.bundle))
         liar = hosts[number]
         relay = stack.enter_context(Relay(liar.address))
-        own = only(version.bundle.parent.parent, [MODEL], folder / "router")
-        addresses = {host: [relay.address if host == number else each.address] for host, each in hosts.items()}
-        configure(own / MODEL, addresses, "--shard-timeout-ms", str(int(1000 * TIMEOUT_S)), *SETTINGS)
-        router = stack.enter_context(running(own))
+        router_repository = only(version.bundle.parent.parent, [MODEL], folder / "router")
+        addresses = {
+            host: [relay.address if host == number else bundle_host.address] for host, bundle_host in hosts.items()
+        }
+        configure(router_repository / MODEL, addresses, "--shard-timeout-ms", str(int(1000 * TIMEOUT_S)), *SETTINGS)
+        router = stack.enter_context(running(router_repository))
         clients = [
             stack.enter_context(LookupClient(router.grpc, MODEL, 60, retries=Retries(attempts=1)))
             for _ in range(CALLERS)
         ]
         pool = stack.enter_context(ThreadPoolExecutor(CALLERS))
 
-        requests = {needs: [bags(EVERY if needs else kept, seed) for seed in range(times)] for needs in (True, False)}
-        expected = {needs: [version.one.lookup(each) for each in request] for needs, request in requests.items()}
+        requests = {
+            needs: [bags(EVERY if needs else unaffected, seed) for seed in range(times)] for needs in (True, False)
+        }
+        expected = {
+            needs: [version.one.lookup(features) for features in request] for needs, request in requests.items()
+        }
         one_at_a_time = threading.Lock()
 
-        def ask(seen: Seen, caller: int, is_relayed: bool = False) -> None:
+        def ask(result: Seen, caller: int, is_relayed: bool = False) -> None:
             needs = caller % 2 == 0
             for request, rows in zip(requests[needs], expected[needs], strict=True):
                 started = time.monotonic()
-                found, error = asked(clients[caller], request)
+                answer, error = asked(clients[caller], request)
                 if error is not None and not needs and LATE in error:
-                    found, error = asked(clients[caller], request)
+                    answer, error = asked(clients[caller], request)
                 with one_at_a_time:
-                    seen.longest_s = max(seen.longest_s, time.monotonic() - started)
-                    if found is None:
-                        seen.refused += needs
-                        seen.others_failed += [] if needs else [str(error)]
-                        seen.nameless += needs and f"host {number} ({MODEL}-host-{number}" not in str(error)
+                    result.longest_s = max(result.longest_s, time.monotonic() - started)
+                    if answer is None:
+                        result.refused += needs
+                        result.others_failed += [] if needs else [str(error)]
+                        result.nameless += needs and f"host {number} ({MODEL}-host-{number}" not in str(error)
                     elif needs:
                         # A connection that is being reset may still bring the truth.
-                        seen.answered_out_of_a_lie += not (is_relayed and same(found, rows))
-                    elif same(found, rows):
-                        seen.others_right += 1
+                        result.answered_out_of_a_lie += not (is_relayed and same(answer, rows))
+                    elif same(answer, rows):
+                        result.others_right += 1
                     else:
-                        seen.others_wrong += 1
+                        result.others_wrong += 1
 
         def until_well() -> None:
             every = bags(EVERY, 99)
@@ -124,30 +130,30 @@ def lied(folder: Path, times: int) -> Seen:
 
         def tell(lie: Behaviour) -> Seen:
             liar.behaviour = lie
-            told = Seen(lies=1)
-            list(pool.map(partial(ask, told), range(CALLERS)))
+            lied_once = Seen(lies=1)
+            list(pool.map(partial(ask, lied_once), range(CALLERS)))
             liar.behaviour = honest
-            return told
+            return lied_once
 
         def break_off(does: Wire) -> Seen:
-            told = Seen(lies=1)
+            lied_once = Seen(lies=1)
             with serve_http2(does, b"an answer") as address:
                 relay.turn(address)
-                list(pool.map(partial(ask, told, is_relayed=True), range(CALLERS)))
+                list(pool.map(partial(ask, lied_once, is_relayed=True), range(CALLERS)))
             relay.turn(liar.address)
-            return told
+            return lied_once
 
-        for each in (
+        for start_lie in (
             *(partial(tell, lie) for lie, _ in BEHAVIOURS.values()),
             *(partial(break_off, on) for on in WIRES.values()),
         ):
             until_well()
-            told = each()
-            if told.nameless or told.others_failed:
+            lied_once = start_lie()
+            if lied_once.nameless or lied_once.others_failed:
                 # Triton ends a model's process that stood still for a second, as it may on a busy machine, and all is
                 # refused until it is loaded again. Who lies once more does the same harm once more.
                 until_well()
-                told, seen.retold = each(), seen.retold + 1
-            seen.add(told)
+                lied_once, result.retold = start_lie(), result.retold + 1
+            result.add(lied_once)
         until_well()
-    return seen
+    return result

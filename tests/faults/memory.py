@@ -36,20 +36,20 @@ class Huge:
         )
 
 
-def huge(folder: Path, content: bytes, times: int, asked: Callable[[Path], Asked] = published) -> Huge:
+def huge(folder: Path, content: bytes, times: int, make_oracle: Callable[[Path], Asked] = published) -> Huge:
     """A request far beyond every limit, sent so many times: refused, and its memory given back."""
-    oracle = asked(folder)
-    told, kept = set(), []
+    oracle = make_oracle(folder)
+    refusals, kept_bytes = set(), []
     with running(folder / "r") as server, LookupClient(server.grpc, "m", 30) as client:
         assert oracle.is_right(client, 0)
         before = _memory_bytes(server)
         for _ in range(times):
             with grpc.insecure_channel(server.grpc, _UNLIMITED) as channel:
-                told.add(_refusal(channel, content))
+                refusals.add(_refusal(channel, content))
             assert oracle.is_right(client, 0)
-            kept.append(_memory_bytes(server) - before)
+            kept_bytes.append(_memory_bytes(server) - before)
         right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
-    return Huge(len(content), times, told, kept, right)
+    return Huge(len(content), times, refusals, kept_bytes, right)
 
 
 def _memory_bytes(server: Running) -> int:
@@ -78,8 +78,8 @@ def lying_lengths(folder: Path) -> tuple[set[str], int]:
         for _ in range(20):
             _refusal(channel, content)
         before = _memory_bytes(server)
-        told = {_refusal(channel, content) for _ in range(200)}
-        return told, _memory_bytes(server) - before
+        refusals = {_refusal(channel, content) for _ in range(200)}
+        return refusals, _memory_bytes(server) - before
 
 
 @dataclass
@@ -106,10 +106,10 @@ def shared_memory_full(folder: Path) -> Full:
         running(folder / "r", within=(*namespace, "sh", "-c", small, "sh")) as server,
         LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client,
     ):
-        told = "answered"
+        message = "answered"
         try:
             client.lookup({"x": (np.ones(4_000_000, np.int64), np.array([4_000_000], np.int32))})
         except SharedMemoryFull as error:
-            told = str(error).rpartition("model 'm': ")[2]
+            message = str(error).rpartition("model 'm': ")[2]
         right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
-    return Full(told, right, len(oracle.requests))
+    return Full(message, right, len(oracle.requests))

@@ -135,7 +135,7 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
         scraping = threading.Thread(target=scraper.run)
         scraping.start()
         try:
-            with asking(server.grpc, oracle, timeout_s=PATIENCE_S, retries=Retries(attempts=1)) as seen:
+            with asking(server.grpc, oracle, timeout_s=PATIENCE_S, retries=Retries(attempts=1)) as clients:
                 for number in range(reloads):
                     endings.watch(stubs(server.triton, "m"))
                     change = _CHANGES[number % len(_CHANGES)]
@@ -144,7 +144,7 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
                     else:
                         _serve("configure", str(model), change[0], str(change[1] + number * change[2]))
                         _serve("load", "m", "--url", server.grpc)
-                    wait_until_all_are_answered(seen)
+                    wait_until_all_are_answered(clients)
                     if number == reloads // 10:
                         before = server.triton.memory_info().rss
         finally:
@@ -159,9 +159,9 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
         reloads,
         scraper.scrapes,
         scraper.bad,
-        sum(each.right + each.wrong for each in seen),
-        sum(each.wrong for each in seen),
-        sum(each.failed for each in seen),
+        sum(client.right + client.wrong for client in clients),
+        sum(client.wrong for client in clients),
+        sum(client.failed for client in clients),
         round(counted),
         recoveries,
         len(endings.ended),

@@ -43,32 +43,32 @@ class Restarted:
         )
 
 
-def restarted(folder: Path, times: int, asked: Callable[[Path], Asked] = published) -> Restarted:
+def restarted(folder: Path, times: int, make_oracle: Callable[[Path], Asked] = published) -> Restarted:
     """Kill a server under load and start another on its ports: clients find it by themselves."""
-    oracle = asked(folder)
-    worst, left = 0.0, 0
+    oracle = make_oracle(folder)
+    worst, left_over = 0.0, 0
     # An address of its own, so that nobody else takes the port meanwhile.
     host = str(ip_address("127.1.0.0") + os.getpid())
     with running(folder / "r", "--host", host) as first:
         url = first.grpc
     options = ("--host", host, "--grpc-port", url.rpartition(":")[2], "--no-recover")
-    with asking(url, oracle) as seen:
+    with asking(url, oracle) as clients:
         for _ in range(times):
             with running(folder / "r", *options) as server:
-                worst = max(worst, wait_until_all_are_answered(seen))
+                worst = max(worst, wait_until_all_are_answered(clients))
                 time.sleep(0.5)
                 stubs, regions = server.triton.children(), shared_regions(server.triton)
                 server.triton.kill()
                 server.process.wait()
                 _, alive = psutil.wait_procs(stubs, timeout=120)
-                left += sum(map(lives, alive)) + sum(region.exists() for region in regions)
+                left_over += sum(map(lives, alive)) + sum(region.exists() for region in regions)
     return Restarted(
         times,
-        sum(each.right for each in seen),
-        sum(each.wrong for each in seen),
-        set().union(*(each.errors for each in seen)),
+        sum(client.right for client in clients),
+        sum(client.wrong for client in clients),
+        set().union(*(client.errors for client in clients)),
         worst,
-        left,
+        left_over,
     )
 
 
@@ -88,18 +88,18 @@ class Mended:
         )
 
 
-def stub_killed(folder: Path, times: int, asked: Callable[[Path], Asked] = published) -> Mended:
+def stub_killed(folder: Path, times: int, make_oracle: Callable[[Path], Asked] = published) -> Mended:
     """Kill the process of a model under load: `tbe-serve run` loads it anew."""
-    oracle = asked(folder)
+    oracle = make_oracle(folder)
     worst = 0.0
-    with running(folder / "r") as server, asking(server.grpc, oracle) as seen:
+    with running(folder / "r") as server, asking(server.grpc, oracle) as clients:
         for _ in range(times):
-            wait_until_all_are_answered(seen)
+            wait_until_all_are_answered(clients)
             for child in server.triton.children():
                 if child.status() != psutil.STATUS_ZOMBIE:
                     child.kill()
-            worst = max(worst, wait_until_all_are_answered(seen))
-    return Mended(times, sum(each.right for each in seen), sum(each.wrong for each in seen), worst)
+            worst = max(worst, wait_until_all_are_answered(clients))
+    return Mended(times, sum(client.right for client in clients), sum(client.wrong for client in clients), worst)
 
 
 @dataclass
@@ -140,18 +140,18 @@ def by_sigstop(process: psutil.Process) -> Iterator[None]:
 @contextmanager
 def by_a_debugger(process: psutil.Process) -> Iterator[None]:
     """A process that does not go on, as where its machine or control group is: nobody can tell from outside."""
-    held = []
-    for each in process.threads():
-        if ptrace(SEIZE, each.id, None, None):
+    seized = []
+    for traced in process.threads():
+        if ptrace(SEIZE, traced.id, None, None):
             assert ctypes.get_errno() == errno.ESRCH, os.strerror(ctypes.get_errno())
             continue  # it has ended since they were listed
-        assert not ptrace(INTERRUPT, each.id, None, None)
-        os.waitpid(each.id, WALL)
-        held.append(each.id)
-    assert held
+        assert not ptrace(INTERRUPT, traced.id, None, None)
+        os.waitpid(traced.id, WALL)
+        seized.append(traced.id)
+    assert seized
     yield
     # The main thread is seen to end as the last, and is listed anywhere: psutil sorts by text, "10001" before "9968".
-    for thread in sorted(held, key=lambda each: each == process.pid):
+    for thread in sorted(seized, key=lambda thread_id: thread_id == process.pid):
         if ptrace(DETACH, thread, None, None):  # it was killed meanwhile, and stays until its debugger has seen it
             with suppress(ChildProcessError):
                 os.waitpid(thread, WALL)
@@ -162,17 +162,17 @@ def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractCont
     oracle = published(folder)
     worst = worst_after = 0.0
     died = 0
-    with running(folder / "r") as server, asking(server.grpc, oracle) as seen:
+    with running(folder / "r") as server, asking(server.grpc, oracle) as clients:
         for _ in range(times):
-            wait_until_all_are_answered(seen)
+            wait_until_all_are_answered(clients)
             triton = server.triton
             (process,) = stubs(triton, "m")
             started = time.monotonic()
             with by(process):
-                answered_s = _answered_within(seen, PAUSE_S)
+                answered_s = _answered_within(clients, PAUSE_S)
                 time.sleep(max(0.0, started + PAUSE_S - time.monotonic()))
             ended = time.monotonic()
-            wait_until_all_are_answered(seen)
+            wait_until_all_are_answered(clients)
             worst_after = max(worst_after, time.monotonic() - ended)
             worst = max(worst, time.monotonic() - started if answered_s is None else answered_s)
             died += not triton.is_running()
@@ -180,19 +180,19 @@ def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractCont
         by.__name__.replace("_", " ").removeprefix("by "),
         times,
         died,
-        sum(each.right for each in seen),
-        sum(each.wrong for each in seen),
+        sum(client.right for client in clients),
+        sum(client.wrong for client in clients),
         worst,
         worst_after,
     )
 
 
-def _answered_within(seen: Sequence[Seen], seconds: float) -> float | None:
+def _answered_within(clients: Sequence[Seen], seconds: float) -> float | None:
     """When all clients had another answer to requests that came after a moment, in seconds; None: not within that."""
     started = time.monotonic()
     time.sleep(0.2)  # what was answered before may just come
-    before = [each.right for each in seen]
-    while any(each.right <= was for each, was in zip(seen, before, strict=True)):
+    before = [client.right for client in clients]
+    while any(client.right <= was for client, was in zip(clients, before, strict=True)):
         if time.monotonic() > started + seconds:
             return None
         time.sleep(0.01)

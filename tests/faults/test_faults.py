@@ -20,27 +20,27 @@ LOADS = [
 
 
 @pytest.mark.promise("Clients reconnect to a server that was killed and restarted")
-@pytest.mark.parametrize("asked", LOADS[:2])
+@pytest.mark.parametrize("make_oracle", LOADS[:2])
 def test_clients_find_a_server_that_was_killed_and_started_again(
-    asked: Callable[[Path], Asked], tmp_path: Path
+    make_oracle: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
-    seen = servers.restarted(tmp_path, times=1, asked=asked)
-    print(seen.line())
-    assert seen.wrong == 0
-    assert seen.answers >= 8
-    assert seen.errors <= {"ServerUnavailable", "DeadlineExceeded"}
-    assert seen.left == 0
+    result = servers.restarted(tmp_path, times=1, make_oracle=make_oracle)
+    print(result.line())
+    assert result.wrong == 0
+    assert result.answers >= 8
+    assert result.errors <= {"ServerUnavailable", "DeadlineExceeded"}
+    assert result.left == 0
 
 
 @pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
-@pytest.mark.parametrize("asked", one_in(3, LOADS))
+@pytest.mark.parametrize("make_oracle", one_in(3, LOADS))
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(
-    asked: Callable[[Path], Asked], tmp_path: Path
+    make_oracle: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
-    seen = servers.stub_killed(tmp_path, times=1, asked=asked)
-    print(seen.line())
-    assert seen.wrong == 0
-    assert seen.answers >= 8
+    result = servers.stub_killed(tmp_path, times=1, make_oracle=make_oracle)
+    print(result.line())
+    assert result.wrong == 0
+    assert result.answers >= 8
 
 
 @pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
@@ -49,21 +49,21 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
 ) -> None:
     """tritonserver 2.51 ends when a process of its goes on after some seconds; twice, so that it is started again."""
-    seen = servers.paused(tmp_path, 2, by)
-    print(seen.line())
-    assert seen.wrong == 0
-    assert seen.answers >= 8
+    result = servers.paused(tmp_path, 2, by)
+    print(result.line())
+    assert result.wrong == 0
+    assert result.answers >= 8
 
 
 @pytest.mark.promise("Reloads of several processes under load lose no request and crash no process")
 @pytest.mark.parametrize("times", one_in(2, [5, 20]))
 def test_reloads_under_load_lose_no_request_and_crash_no_process(tmp_path: Path, times: int) -> None:
-    seen = reloads.reloaded(tmp_path, times)
-    print(seen.line())
-    assert (seen.wrong, seen.lost, seen.crashes, seen.crashed_at_end, seen.bad_scrapes) == (0, 0, 0, 0, 0)
-    assert seen.counted == seen.answers > 0
-    assert seen.ended >= times * reloads.INSTANCES // 2
-    assert seen.scrapes > times
+    result = reloads.reloaded(tmp_path, times)
+    print(result.line())
+    assert (result.wrong, result.lost, result.crashes, result.crashed_at_end, result.bad_scrapes) == (0, 0, 0, 0, 0)
+    assert result.counted == result.answers > 0
+    assert result.ended >= times * reloads.INSTANCES // 2
+    assert result.scrapes > times
 
 
 @pytest.mark.promise(
@@ -74,11 +74,11 @@ def test_reloads_under_load_lose_no_request_and_crash_no_process(tmp_path: Path,
 def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    seen = files.weights_change(tmp_path, change, kill=True)
-    assert (seen.right, seen.refused, seen.wrong) == (20, 0, 0)  # what was mapped stays
-    assert "wrong" not in seen.after
-    assert "weights.0.bin: " in seen.said
-    assert seen.code == 1
+    result = files.weights_change(tmp_path, change, kill=True)
+    assert (result.right, result.refused, result.wrong) == (20, 0, 0)  # what was mapped stays
+    assert "wrong" not in result.after
+    assert "weights.0.bin: " in result.said
+    assert result.code == 1
 
 
 @pytest.mark.promise(
@@ -87,11 +87,11 @@ def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
 @pytest.mark.long
 def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_path: Path) -> None:
     """The kernel ends the process that reads them (SIGBUS)."""
-    seen = files.weights_change(tmp_path, files.truncated, kill=False)
-    assert seen.wrong == 0
-    assert "wrong" not in seen.after
-    assert "weights.0.bin: expected 800 bytes, got 0: publish the bundle again" in seen.said
-    assert seen.code == 1
+    result = files.weights_change(tmp_path, files.truncated, kill=False)
+    assert result.wrong == 0
+    assert "wrong" not in result.after
+    assert "weights.0.bin: expected 800 bytes, got 0: publish the bundle again" in result.said
+    assert result.code == 1
 
 
 @pytest.mark.promise(
@@ -99,18 +99,18 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
 )
 def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
     """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
-    seen = files.weights_change(tmp_path, files.overwritten, kill=True)
-    assert seen.wrong == 20
-    assert set(seen.after) <= {"refused", "wrong"}
-    assert "weights.0.bin: expected SHA-256" in seen.said
-    assert seen.code == 1
+    result = files.weights_change(tmp_path, files.overwritten, kill=True)
+    assert result.wrong == 20
+    assert set(result.after) <= {"refused", "wrong"}
+    assert "weights.0.bin: expected SHA-256" in result.said
+    assert result.code == 1
 
 
 @pytest.mark.promise("Concurrent publishers of one model each publish a whole version of their own")
-@pytest.mark.parametrize("each", one_in(2, [1, 2]))
-def test_publishers_that_meet_all_publish_whole_versions(each: int, tmp_path: Path) -> None:
-    bundles = files.published_at_once(tmp_path, publishers=2, each=each)
-    assert sorted(int(bundle.name) for bundle in bundles) == [*range(1, 2 * each + 1)]
+@pytest.mark.parametrize("count", one_in(2, [1, 2]))
+def test_publishers_that_meet_all_publish_whole_versions(count: int, tmp_path: Path) -> None:
+    bundles = files.published_at_once(tmp_path, publishers=2, count=count)
+    assert sorted(int(bundle.name) for bundle in bundles) == [*range(1, 2 * count + 1)]
 
 
 @pytest.mark.promise("Requests that were cancelled or are past their deadline are not looked up")
@@ -118,88 +118,88 @@ def test_publishers_that_meet_all_publish_whole_versions(each: int, tmp_path: Pa
 def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: bool) -> None:
     """However long it takes the server to hear of it: it is given more time until it has."""
     for settle_s in (1, 5, 30):
-        seen = clients.gone(tmp_path / str(settle_s), 300, cancelled=cancelled, settle_s=settle_s)
-        print(seen.line())
-        assert seen.neighbours_right == 16
-        if seen.looked_up == 0:
+        result = clients.gone(tmp_path / str(settle_s), 300, cancelled=cancelled, settle_s=settle_s)
+        print(result.line())
+        assert result.neighbours_right == 16
+        if result.looked_up == 0:
             return
-    raise AssertionError(seen.line())
+    raise AssertionError(result.line())
 
 
 @pytest.mark.promise("Bursts of cancelled calls under load end neither the service nor its stop")
 def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
-    seen = clients.give_up(tmp_path, seconds=2)
-    print(seen.line())
-    assert seen.answers == 16
-    assert seen.code == 0
+    result = clients.give_up(tmp_path, seconds=2)
+    print(result.line())
+    assert result.answers == 16
+    assert result.code == 0
 
 
 @pytest.mark.promise("Clients that begin a call and fall silent delay no other client")
 def test_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
-    seen = clients.slow(tmp_path, each=8)
-    assert (seen.right, seen.asked, seen.connections) == (200, 200, 48)
+    result = clients.slow(tmp_path, per_kind=8)
+    assert (result.right, result.asked, result.connections) == (200, 200, 48)
 
 
 @pytest.mark.promise("Lengths that promise more ids than the payload holds are refused before anything is allocated")
 def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
-    told, grown = memory.lying_lengths(tmp_path)
-    assert told == {"INVALID_ARGUMENT"}
+    refusals, grown = memory.lying_lengths(tmp_path)
+    assert refusals == {"INVALID_ARGUMENT"}
     assert grown < 1 << 30  # a single one of these lengths is 16 GiB of ids
 
 
 @pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
 def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
-    seen = memory.shared_memory_full(tmp_path)
-    assert "Failed to increase the shared memory pool size" in seen.told
-    assert seen.right == seen.asked
+    result = memory.shared_memory_full(tmp_path)
+    assert "Failed to increase the shared memory pool size" in result.told
+    assert result.right == result.asked
 
 
 @pytest.mark.promise("A request far beyond every limit is refused, and more of them take no more memory")
 def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     """0.2 GB here, 1.9 GB in `make faults`: it grew by two and a half of them for each."""
-    seen = memory.huge(tmp_path, clients.message(25_000_000), times=5)
-    print(seen.line())
+    result = memory.huge(tmp_path, clients.message(25_000_000), times=5)
+    print(result.line())
     # Some do not fit into the instance's shared memory beside what the first left there.
-    assert seen.told <= {"INVALID_ARGUMENT", "INTERNAL"}
-    assert seen.right == 16
-    assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
+    assert result.told <= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert result.right == 16
+    assert not keeps_growing(result.kept_bytes, result.request_bytes // 2), result.kept_bytes
 
 
 @pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
 def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
-    seen = lying.lied(tmp_path, 1)
-    print(seen.line())
-    assert seen.refused > seen.lies
-    assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, [])
-    assert seen.retold <= 2
+    result = lying.lied(tmp_path, 1)
+    print(result.line())
+    assert result.refused > result.lies
+    assert (result.nameless, result.answered_out_of_a_lie, result.others_wrong, result.others_failed) == (0, 0, 0, [])
+    assert result.retold <= 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seconds", one_in(2, [6, 40]))
 def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path, seconds: int) -> None:
-    seen = fresh.changed(tmp_path, seconds, seed=seconds)
-    print(seen.line())
-    assert (seen.torn, seen.backwards, seen.too_new, seen.late) == (0, 0, 0, 0)
-    assert seen.reads > 10
-    assert seen.killed["delta_writer"] > 0
+    result = fresh.changed(tmp_path, seconds, seed=seconds)
+    print(result.line())
+    assert (result.torn, result.backwards, result.too_new, result.late) == (0, 0, 0, 0)
+    assert result.reads > 10
+    assert result.killed["delta_writer"] > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("deltas", "on_hosts"), [(1_000, False), (500, True)], ids=["one server", "hosts"])
 def test_thousands_of_deltas_go_by_and_no_row_is_torn_or_older(tmp_path: Path, deltas: int, on_hosts: bool) -> None:
     """Of all dtypes, in shards of rows and columns, while eight clients read of two instances."""
-    seen = fresh.hammered(tmp_path, deltas, on_hosts=on_hosts)
-    print(seen.line())
-    assert (seen.torn, seen.backwards, seen.too_new, seen.late, seen.refused) == (0, 0, 0, 0, 0)
-    assert seen.reads > 100
+    result = fresh.hammered(tmp_path, deltas, on_hosts=on_hosts)
+    print(result.line())
+    assert (result.torn, result.backwards, result.too_new, result.late, result.refused) == (0, 0, 0, 0, 0)
+    assert result.reads > 100
 
 
 @pytest.mark.long
 def test_scores_of_sequences_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(
     tmp_path: Path,
 ) -> None:
-    seen = histories.host_lost(tmp_path, 1)
-    print(seen.line())
-    assert (seen.wrong, seen.nameless, seen.others_failed) == (0, 0, 0)
-    assert seen.refused > 0
-    assert (seen.others_right, seen.right_again) == (8, 8)
+    result = histories.host_lost(tmp_path, 1)
+    print(result.line())
+    assert (result.wrong, result.nameless, result.others_failed) == (0, 0, 0)
+    assert result.refused > 0
+    assert (result.others_right, result.right_again) == (8, 8)

@@ -22,30 +22,30 @@ from tests.support.leak_check import keeps_growing
 def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(
     tmp_path: Path, damages: list[Any]
 ) -> None:
-    seen = whole.damaged_rolled_out(tmp_path, damages)
-    print(seen.line())
-    assert (seen.wrong, seen.failed) == (0, 0)
-    assert seen.version == 2 + len(damages)
-    for (file, _), said in zip(damages, seen.refused, strict=True):
+    result = whole.damaged_rolled_out(tmp_path, damages)
+    print(result.line())
+    assert (result.wrong, result.failed) == (0, 0)
+    assert result.version == 2 + len(damages)
+    for (file, _), said in zip(damages, result.refused, strict=True):
         assert file in said
 
 
 @pytest.mark.promise("Requests for scores that would wait too long are refused, and the others are right")
 def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
-    seen = whole.shed(tmp_path, at_once=64)
-    print(seen.line())
-    assert seen.others == []
-    assert seen.right > 0
-    assert seen.refused > 0
-    assert seen.afterwards == 16
+    result = whole.shed(tmp_path, at_once=64)
+    print(result.line())
+    assert result.others == []
+    assert result.right > 0
+    assert result.refused > 0
+    assert result.afterwards == 16
 
 
 @pytest.mark.long
 def test_the_memory_of_huge_dense_inputs_is_given_back(tmp_path: Path) -> None:
     """0.4 GB for a request of one sample."""
-    seen = memory.huge(tmp_path, whole.large_message(33_000_000), times=5, asked=whole.published)
-    print(seen.line())
+    result = memory.huge(tmp_path, whole.large_message(33_000_000), times=5, make_oracle=whole.published)
+    print(result.line())
     # Some do not fit into the instance's shared memory beside what the first left there.
-    assert seen.told <= {"INVALID_ARGUMENT", "INTERNAL"}
-    assert seen.right == 16
-    assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
+    assert result.told <= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert result.right == 16
+    assert not keeps_growing(result.kept_bytes, result.request_bytes // 2), result.kept_bytes

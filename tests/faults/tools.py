@@ -78,7 +78,7 @@ def asking(
     url: str, oracle: Asked, clients: int = 4, timeout_s: float = 1.0, retries: Retries | None = None
 ) -> Iterator[list[Seen]]:
     """Clients that ask all the time, each with what it has seen so far."""
-    seen, stopped = [Seen() for _ in range(clients)], threading.Event()
+    results, stopped = [Seen() for _ in range(clients)], threading.Event()
 
     def ask(mine: Seen) -> None:
         with LookupClient(url, "m", timeout_s, retries=retries) as client:
@@ -94,22 +94,22 @@ def asking(
                         mine.last_failure = time.monotonic()
                         mine.errors.add(type(error).__name__)
 
-    threads = [threading.Thread(target=ask, args=(mine,)) for mine in seen]
+    threads = [threading.Thread(target=ask, args=(mine,)) for mine in results]
     for thread in threads:
         thread.start()
     try:
-        yield seen
+        yield results
     finally:
         stopped.set()
         for thread in threads:
             thread.join()
 
 
-def wait_until_all_are_answered(seen: Sequence[Seen]) -> float:
+def wait_until_all_are_answered(clients: Sequence[Seen]) -> float:
     """Until each client has had another right answer; how long it took."""
-    before, started = [each.right for each in seen], time.monotonic()
-    while any(each.right <= was for each, was in zip(seen, before, strict=True)):
-        assert time.monotonic() < started + PATIENCE_S, [each.errors for each in seen]
+    before, started = [client.right for client in clients], time.monotonic()
+    while any(client.right <= was for client, was in zip(clients, before, strict=True)):
+        assert time.monotonic() < started + PATIENCE_S, [client.errors for client in clients]
         time.sleep(0.01)
     return time.monotonic() - started
 

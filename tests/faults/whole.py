@@ -47,10 +47,10 @@ class Oracle:
     def is_right(self, client: LookupClient, number: int) -> bool:
         """Ask for scores, and compare with those of the version that answers; look every other request up, too."""
         bags, dense = self.requests[number]
-        found = client.score(bags, dense)
-        scores = self.scores[found.version][number]
-        is_right = found.keys() == scores.keys() and all(
-            np.allclose(found[name], score, rtol=0, atol=ROUNDING * max(1, np.abs(score).max()))
+        scored = client.score(bags, dense)
+        scores = self.scores[scored.version][number]
+        is_right = scored.keys() == scores.keys() and all(
+            np.allclose(scored[name], score, rtol=0, atol=ROUNDING * max(1, np.abs(score).max()))
             for name, score in scores.items()
         )
         if number % 2:
@@ -129,25 +129,25 @@ def damaged_rolled_out(folder: Path, damages: Sequence[tuple[str, Callable[[Path
     number = 1 + len(damages) + 1
     oracle.scores[number], oracle.embeddings[number] = last.scores[1], last.embeddings[1]
     refused = []
-    with running(folder / "r") as server, asking(server.grpc, oracle, timeout_s=PATIENCE_S) as seen:
+    with running(folder / "r") as server, asking(server.grpc, oracle, timeout_s=PATIENCE_S) as clients:
         for version, (file, damage) in enumerate(damages, start=2):
             shutil.copytree(good, first.with_name(str(version)))
             damage(first.with_name(str(version)) / file)
-            wait_until_all_are_answered(seen)
+            wait_until_all_are_answered(clients)
             done = tbe_serve("load", "m", "--url", server.grpc)
             assert done.returncode == 1, f"{file} {damage.__name__}: it was loaded"
             refused.append(done.stderr)
-            wait_until_all_are_answered(seen)
+            wait_until_all_are_answered(clients)
         shutil.copytree(good, first.with_name(str(number)))
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert done.returncode == 0, done.stderr
-        wait_until_all_are_answered(seen)
+        wait_until_all_are_answered(clients)
         with LookupClient(server.grpc, "m", PATIENCE_S) as client:
             version = client.score(*oracle.requests[0]).version
     return RolledOut(
-        sum(each.right for each in seen),
-        sum(each.wrong for each in seen),
-        sum(each.failed for each in seen),
+        sum(client.right for client in clients),
+        sum(client.wrong for client in clients),
+        sum(client.failed for client in clients),
         refused,
         version,
     )
@@ -208,8 +208,8 @@ def shed(folder: Path, at_once: int) -> Shed:
             list(pool.map(ask, range(at_once)))
         afterwards = sum(oracle.is_right(client, number) for number in range(16))
     refused = [outcome for outcome in outcomes if isinstance(outcome, ServerUnavailable)]
-    others = [repr(outcome) for outcome in outcomes if outcome is not True and outcome not in refused]
-    return Shed(sum(outcome is True for outcome in outcomes), len(refused), others, afterwards)
+    unexpected = [repr(outcome) for outcome in outcomes if outcome is not True and outcome not in refused]
+    return Shed(sum(outcome is True for outcome in outcomes), len(refused), unexpected, afterwards)
 
 
 def large_message(rows: int) -> bytes:

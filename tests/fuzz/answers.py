@@ -92,30 +92,30 @@ def bags_of(
     for name, feature in features.items():
         count = int(by_feature[name].sum(dtype=np.int64))
         ids[name] = values[position : position + count]
-        found = feature.rows(ids[name])
+        rows_of_key = feature.rows(ids[name])
         position += count
-        if found is None:
+        if rows_of_key is None:
             return None
-        rows[name] = found
+        rows[name] = rows_of_key
     return Bags(features, ids, rows, by_feature, samples, shared)
 
 
-def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
+def answer_lookup(bags: Bags, outputs: Collection[str]) -> Answer:
     """The outputs of a lookup that are wanted: `embeddings` [B, D] of the features that are pooled, and `once` [1, D] of
     those that come once, and `sequences` [M] of the others.
     """
     sums = {name: _pooled(bags, name) for name, feature in bags.features.items() if not feature.is_sequence}
-    pooled = [found for name, found in sums.items() if name not in bags.shared]
-    single = [found for name, found in sums.items() if name in bags.shared]
+    pooled = [numbers for name, numbers in sums.items() if name not in bags.shared]
+    single = [numbers for name, numbers in sums.items() if name in bags.shared]
     rows = [
         _numbers(feature, bags.rows[name]).ravel() for name, feature in bags.features.items() if feature.is_sequence
     ]
     answer = {}
-    if pooled and "embeddings" in wanted:
+    if pooled and "embeddings" in outputs:
         answer["embeddings"] = np.concatenate(pooled, axis=1)
-    if single and "once" in wanted:
+    if single and "once" in outputs:
         answer["once"] = np.concatenate(single, axis=1)
-    if rows and "sequences" in wanted:
+    if rows and "sequences" in outputs:
         answer["sequences"] = np.concatenate(rows)
     return answer
 
@@ -132,25 +132,25 @@ def histories(bags: Bags, name: str) -> Iterator[tuple[npt.NDArray[np.int64], Do
     """The ids of each sample, [n], and their rows, [n, dim]. What comes once is each sample's."""
     ends = np.cumsum(bags.lengths[name]).tolist()
     for sample in range(bags.samples):
-        at = 0 if name in bags.shared else sample
-        here = slice(ends[at] - int(bags.lengths[name][at]), ends[at])
-        yield bags.ids[name][here], _numbers(bags.features[name], bags.rows[name][here])
+        row = 0 if name in bags.shared else sample
+        span = slice(ends[row] - int(bags.lengths[name][row]), ends[row])
+        yield bags.ids[name][span], _numbers(bags.features[name], bags.rows[name][span])
 
 
 def _pooled(bags: Bags, name: str) -> Doubles:
     feature, position = bags.features[name], 0
-    found = np.zeros((len(bags.lengths[name]), feature.numbers.shape[1]))
+    sums = np.zeros((len(bags.lengths[name]), feature.numbers.shape[1]))
     for sample, count in enumerate(bags.lengths[name].tolist()):
         rows = bags.rows[name][position : position + count]
         position += count
         if (rows := rows[rows >= 0]).size:
             numbers = _numbers(feature, rows)
-            found[sample] = numbers.mean(axis=0) if feature.mean else numbers.sum(axis=0)
-    return found
+            sums[sample] = numbers.mean(axis=0) if feature.mean else numbers.sum(axis=0)
+    return sums
 
 
 def _numbers(feature: Feature, rows: npt.NDArray[np.int64]) -> Doubles:
     """Rows [n, dim]; zeros for −1."""
-    found: Doubles = feature.numbers[rows].astype(np.float64)
-    found[rows < 0] = 0
-    return found
+    numbers: Doubles = feature.numbers[rows].astype(np.float64)
+    numbers[rows < 0] = 0
+    return numbers

@@ -64,23 +64,26 @@ class Scores:
 
     def jagged_bytes(self, bags: Bags) -> int:
         """Of what it takes of ids, rows as FP32."""
-        found = 0
+        total = 0
         for kind, name in self.jagged:
             if kind == "NUMBERS":
                 of = self.dense[name]
-                key, each = str(of.key), np.dtype(of.dtype).itemsize * int(np.prod(of.shape))
+                key, item_bytes = str(of.key), np.dtype(of.dtype).itemsize * int(np.prod(of.shape))
             else:
-                key, each = name, {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind]
+                key, item_bytes = (
+                    name,
+                    {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind],
+                )
             size = len(bags.lengths[key]) if kind == "LENGTHS" else len(bags.ids[key])
-            found += size * each * (bags.samples if key in bags.shared else 1)
-        return found
+            total += size * item_bytes * (bags.samples if key in bags.shared else 1)
+        return total
 
     def has_right_lengths(self, bags: Bags) -> bool:
         """Whether the bags have as many ids as scores need."""
         if any((bags.lengths[name] != length).any() for name, length in self.fixed.items()):
             return False
-        each = [np.broadcast_to(bags.lengths[name], bags.samples) for name in self.together]
-        return all((one == other).all() for one, other in pairwise(each))
+        lengths = [np.broadcast_to(bags.lengths[name], bags.samples) for name in self.together]
+        return all((one == other).all() for one, other in pairwise(lengths))
 
     def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], shared: Sequence[str], bags: Bags) -> bool:
         """Whether dense inputs have as many rows as scores need."""
@@ -143,31 +146,31 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if model is None or not _is_version(model, request.model_version):
         return REFUSE
     arrays = _arrays(model, request)
-    asked = _asked(model, request)
-    if arrays is None or asked is None:
+    features = _asked(model, request)
+    if arrays is None or features is None:
         return REFUSE
     is_rows = "tables" in request.parameters
-    wanted = {output.name for output in request.outputs} or {*model.outputs}
-    if is_rows and "sequences" not in wanted:
+    outputs = {output.name for output in request.outputs} or {*model.outputs}
+    if is_rows and "sequences" not in outputs:
         return REFUSE
     values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
-    shared = _once(model, request, asked)
+    shared = _once(model, request, features)
     if shared is None:
         return REFUSE
     rows = [len(numbers) for name, numbers in dense.items() if name not in shared and model.dense[name].key is None]
-    bags = bags_of(asked, values, lengths, shared, rows[0] if rows else 1)
+    bags = bags_of(features, values, lengths, shared, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
-    sequence_bytes = bags.sequence_bytes if "sequences" in wanted else 0
+    sequence_bytes = bags.sequence_bytes if "sequences" in outputs else 0
     if sequence_bytes > model.most_sequence_bytes:
         return REFUSE
-    is_shared = any(not value.is_sequence for name, value in asked.items() if name in shared)
-    if is_shared and "embeddings" in wanted and "once" not in wanted:
+    is_shared = any(not value.is_sequence for name, value in features.items() if name in shared)
+    if is_shared and "embeddings" in outputs and "once" not in outputs:
         return REFUSE
     must = _is_plain(request, model)
-    answer = dict(answer_lookup(bags, wanted))
-    if model.scores is not None and wanted & {*model.scores.names} and not is_rows:
-        if asked.keys() < model.features.keys() or dense.keys() < model.dense.keys():
+    answer = dict(answer_lookup(bags, outputs))
+    if model.scores is not None and outputs & {*model.scores.names} and not is_rows:
+        if features.keys() < model.features.keys() or dense.keys() < model.dense.keys():
             return REFUSE
         if not model.scores.has_right_dense(dense, shared, bags) or not model.scores.has_right_lengths(bags):
             return REFUSE
@@ -176,7 +179,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
         if any(numbers.dtype == np.bool_ and (numbers.view(np.uint8) > 1).any() for numbers in dense.values()):
             return REFUSE
         bags = bags.in_order(list(model.features))
-        answer |= answer_lookup(bags, wanted)  # in the default order beside scores
+        answer |= answer_lookup(bags, outputs)  # in the default order beside scores
         with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
             doubles = {
                 name: numbers.astype(np.float64) if numbers.dtype == np.float32 else numbers
@@ -187,9 +190,9 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
             for name, value in doubles.items()
         }
         scores = model.scores.of(embeddings_of(bags), doubles, bags)
-        answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
+        answer |= {name: numbers for name, numbers in scores.items() if name in outputs}
         floats = [numbers for numbers in dense.values() if numbers.dtype == np.float32]
-        must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in floats)
+        must &= not any((np.abs(numbers[np.isfinite(numbers)]) > _MODERATE).any() for numbers in floats)
     else:  # dense inputs that nobody needs: whether they are looked at is not said
         is_plain = all(len(numbers) == bags.samples and not model.dense[name].key for name, numbers in dense.items())
         must &= not dense or (not is_rows and not shared and is_plain)
@@ -200,7 +203,7 @@ def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
     """The inputs by name: `values` [N], `lengths` [F·B], and of the dense ones those that are there, [B, …]. None
     where they are not right.
     """
-    names = [each.name for each in request.inputs]
+    names = [tensor.name for tensor in request.inputs]
     if len({*names}) < len(names) or not _IDS.keys() <= {*names} <= _IDS.keys() | model.dense.keys():
         return None
     if len(request.raw_input_contents) < len(names):
@@ -213,7 +216,7 @@ def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
         is_shape = len(inner) == 1 + len(shape) and (*inner[1:],) == shape
         if tensor.datatype != datatype or tensor.shape[:1] != [1] or not is_shape or inner[0] < 0:
             return None
-        size = int(np.prod([int(each) for each in inner], dtype=object))
+        size = int(np.prod([int(size_of_dim) for size_of_dim in inner], dtype=object))
         if size * np.dtype(dtype).itemsize != len(raw):
             return None
         arrays[tensor.name] = np.frombuffer(raw, dtype).reshape(inner)
@@ -228,14 +231,14 @@ def _asked(model: Model, request: Any) -> dict[str, Feature] | None:
     parameter = request.parameters[there[0]]
     if len(there) > 1 or parameter.WhichOneof("parameter_choice") != "string_param":
         return None
-    known = model.features if there[0] == "features" else model.tables
-    asked = parameter.string_param.split(",")
-    if len({*asked}) < len(asked) or not {*asked} <= known.keys():
+    available = model.features if there[0] == "features" else model.tables
+    names = parameter.string_param.split(",")
+    if len({*names}) < len(names) or not {*names} <= available.keys():
         return None
-    return {name: known[name] for name in asked}
+    return {name: available[name] for name in names}
 
 
-def _once(model: Model, request: Any, asked: Mapping[str, Feature]) -> Sequence[str] | None:
+def _once(model: Model, request: Any, features: Mapping[str, Feature]) -> Sequence[str] | None:
     """What comes once; None where the parameter is not right."""
     if "once" not in request.parameters:
         return ()
@@ -246,7 +249,7 @@ def _once(model: Model, request: Any, asked: Mapping[str, Feature]) -> Sequence[
     shared = text.split(",") if text else []
     if shared and "tables" in request.parameters:
         return None
-    return shared if len({*shared}) == len(shared) and {*shared} <= {*asked, *model.dense} else None
+    return shared if len({*shared}) == len(shared) and {*shared} <= {*features, *model.dense} else None
 
 
 def _is_version(model: Model, text: str) -> bool:
@@ -260,13 +263,15 @@ def _is_plain(request: Any, model: Model) -> bool:
     if request.model_name != model.name or request.model_version not in ("", model.version):
         return False
     # An entry of a map with a field that nobody knows is an entry without a value to Triton, and none at all to Python.
-    if any(len(UnknownFieldSet(each)) for each in (request, *request.inputs, *request.outputs)):
+    if any(len(UnknownFieldSet(message)) for message in (request, *request.inputs, *request.outputs)):
         return False
     if len(request.raw_input_contents) != len(request.inputs):
         return False
     if [key for key in request.parameters if key not in ("features", "tables", "once")]:
         return False
-    if any(each.parameters for each in request.inputs) or any(each.HasField("contents") for each in request.inputs):
+    if any(tensor.parameters for tensor in request.inputs) or any(
+        tensor.HasField("contents") for tensor in request.inputs
+    ):
         return False
     names = [output.name for output in request.outputs]
     return (

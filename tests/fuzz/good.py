@@ -33,9 +33,9 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
         by_sample = [name for name, value in model.dense.items() if value.key is None]
         single = [name for name in by_sample if random.random() < 0.2 and len(shared) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
-            each = model.dense[name]
-            rows = ids[each.key] if each.key is not None else 1 if name in single else samples
-            add_input(request, name, each.datatype, _dense(random, rows, each))
+            spec = model.dense[name]
+            rows = ids[spec.key] if spec.key is not None else 1 if name in single else samples
+            add_input(request, name, spec.datatype, _dense(random, rows, spec))
         if single:
             request.parameters["once"].string_param = ",".join((*shared, *single))
         scores = list(model.scores.names)
@@ -58,36 +58,36 @@ def _asking(
     """A request for some features or tables, in some order, or for all features; and how many samples it has, and how
     many ids of each.
     """
-    known = model.tables if parameter == "tables" else model.features
-    names = list(known)
+    available = model.tables if parameter == "tables" else model.features
+    names = list(available)
     count = len(names) if every else random.integers(1, len(names) + 1)
-    asked = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
+    names_of_request = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
     samples = int(random.choice((0, 1, 2, 17)))
-    shared = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(
+    shared = [name for name in names_of_request if parameter == "features" and random.random() < 0.5] * int(
         random.random() < 0.4
     )
     fixed, together = (model.scores.fixed, model.scores.together) if every and model.scores is not None else ({}, ())
     if 0 < len({*together} & {*shared}) < len(together):
         shared = [name for name in shared if name not in together]
-    if len(shared) == len(asked):
+    if len(shared) == len(names_of_request):
         samples = 1
     by_name = {
         name: random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in shared else samples).astype(
             np.int32
         )
-        for name in asked
+        for name in names_of_request
     }
     for name in together[1:]:
         by_name[name] = by_name[together[0]]
     lengths = list(by_name.values())
-    ids = [random.choice(known[name].ids, bags.sum()) for name, bags in by_name.items()]
+    ids = [random.choice(available[name].ids, bags.sum()) for name, bags in by_name.items()]
     request = pb.ModelInferRequest(model_name=model.name)
     add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
     add_input(request, "lengths", "INT32", np.concatenate(lengths))
     if shared:
         request.parameters["once"].string_param = ",".join(shared)
-    if asked != list(model.features) or random.random() < 0.5:
-        request.parameters[parameter].string_param = ",".join(asked)
+    if names_of_request != list(model.features) or random.random() < 0.5:
+        request.parameters[parameter].string_param = ",".join(names_of_request)
     return request, samples, {name: int(bags.sum()) for name, bags in by_name.items()}
 
 

@@ -31,9 +31,9 @@ def recovery_s(server: Server, model: Model) -> float:
 
     The server is stopped afterwards.
     """
-    asked = {next(iter(model.features)): [[1, 2]]}
+    request = {next(iter(model.features)): [[1, 2]]}
     with LookupClient(server.grpc, model.name, 10) as client, grpc.insecure_channel(server.grpc) as channel:
-        (expected,) = client.lookup(asked).values()
+        (expected,) = client.lookup(request).values()
         supervisor = Supervisor(server, True)
         watching = threading.Thread(target=supervisor.wait)
         watching.start()
@@ -43,7 +43,7 @@ def recovery_s(server: Server, model: Model) -> float:
             started = time.monotonic()
             while True:
                 try:
-                    (answer,) = client.lookup(asked).values()
+                    (answer,) = client.lookup(request).values()
                     break
                 except ServingError:
                     assert time.monotonic() < started + _PATIENCE_S

@@ -60,38 +60,40 @@ class Mangled:
     is_answer: bool = True
 
     def __call__(self, response: Any, _: Any) -> Iterator[bytes]:
-        told = response.SerializeToString()
+        mangled = response.SerializeToString()
         for _ in range(int(self.random.integers(1, 4))):
-            told = self._changed(told)
-        self.is_answer = _is_alike(told, response)
-        yield told
+            mangled = self._changed(mangled)
+        self.is_answer = _is_alike(mangled, response)
+        yield mangled
 
     def _changed(self, message: bytes) -> bytes:
         # Most lies are about what is not a number: that comes first.
         most = len(message) if self.random.random() < 0.3 else min(len(message), 80)
-        at = int(self.random.integers(most + 1))
+        offset = int(self.random.integers(most + 1))
         few = self.random.bytes(int(self.random.integers(1, 5)))
-        return [message[:at] + few + message[at + len(few) :], message[:at] + few + message[at:], message[:at]][
-            int(self.random.integers(3))
-        ]
+        return [
+            message[:offset] + few + message[offset + len(few) :],
+            message[:offset] + few + message[offset:],
+            message[:offset],
+        ][int(self.random.integers(3))]
 
 
 def _is_alike(message: bytes, response: Any) -> bool:
     """Whether all that can be told of a message is right. Its numbers cannot."""
     try:
-        found = pb.ModelInferResponse.FromString(message)
+        parsed = pb.ModelInferResponse.FromString(message)
     except DecodeError:
         return False
-    seen = [
+    contents = [
         [
-            each.model_name,
-            each.model_version,
-            [(output.name, output.datatype, [*output.shape]) for output in each.outputs],
-            [len(raw) for raw in each.raw_output_contents],
+            reply.model_name,
+            reply.model_version,
+            [(output.name, output.datatype, [*output.shape]) for output in reply.outputs],
+            [len(raw) for raw in reply.raw_output_contents],
         ]
-        for each in (found, response)
+        for reply in (parsed, response)
     ]
-    return seen[0] == seen[1]
+    return contents[0] == contents[1]
 
 
 def fuzz_hosts(folder: Path, count: int, seed: int = 0) -> Outcome:
@@ -99,12 +101,12 @@ def fuzz_hosts(folder: Path, count: int, seed: int = 0) -> Outcome:
     random, outcome = np.random.default_rng(seed), Outcome()
     with _opened(folder) as (version, engine, liar, number):
         on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
-        kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
+        unaffected = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
         catalog = [lie for name, (lie, _) in BEHAVIOURS.items() if "200 MB" not in name]
         while outcome.lies < count and len(outcome.wrong) < 10:
             mangled = Mangled(random)
             liar.behaviour = mangled if random.random() < 0.8 else catalog[int(random.integers(len(catalog)))]
-            features = [EVERY if random.random() < 0.5 else kept for _ in range(TOGETHER)]
+            features = [EVERY if random.random() < 0.5 else unaffected for _ in range(TOGETHER)]
             features[0] = EVERY
             messages = [encode(bags(feature, int(random.integers(1000))), ()) for feature in features]
             _judge(version, engine, messages, [feature is EVERY for feature in features], liar.behaviour, outcome)
@@ -118,7 +120,7 @@ def _opened(folder: Path) -> Iterator[tuple[Version, Engine, FakeHost, int]]:
     version = export_version(folder, 1)
     (number,) = open_plan(version)["blank"]
     with fake_hosts(version.bundle) as hosts:
-        addresses = {host: each.address for host, each in hosts.items()}
+        addresses = {host: fake.address for host, fake in hosts.items()}
         with Engine.open(version.bundle, HostsConfig(addresses=addresses, timeout_s=TIMEOUT_S)) as engine:
             yield version, engine, hosts[number], number
 
@@ -126,23 +128,23 @@ def _opened(folder: Path) -> Iterator[tuple[Version, Engine, FakeHost, int]]:
 def _judge(
     version: Version,
     engine: Engine,
-    asked: list[Tensors],
+    requests: list[Tensors],
     needs: list[bool],
     lie: Behaviour | Mangled,
     outcome: Outcome,
 ) -> None:
-    outcomes = engine.answer([accept(engine.schema, each) for each in asked]).outcomes()
-    for tensors, needed, found in zip(asked, needs, outcomes, strict=True):
-        if isinstance(found, ServingError):
+    outcomes = engine.answer([accept(engine.schema, tensors) for tensors in requests]).outcomes()
+    for tensors, needed, result in zip(requests, needs, outcomes, strict=True):
+        if isinstance(result, ServingError):
             outcome.refused += 1
-            if not needed or type(found) is not HostUnavailable or ": host " not in str(found):
-                outcome.wrong.append(f"{type(found).__name__}: {found}")
-            if len(str(found)) > 1000 or not str(found).isprintable():
-                outcome.wrong.append(f"not fit for a screen: {found}")
+            if not needed or type(result) is not HostUnavailable or ": host " not in str(result):
+                outcome.wrong.append(f"{type(result).__name__}: {result}")
+            if len(str(result)) > 1000 or not str(result).isprintable():
+                outcome.wrong.append(f"not fit for a screen: {result}")
             if needed and isinstance(lie, Mangled) and lie.is_answer:
-                outcome.wrong.append(f"refused though nothing is wrong but numbers: {found}")
+                outcome.wrong.append(f"refused though nothing is wrong but numbers: {result}")
         elif not needed:
-            if np.array_equal(found[EMBEDDINGS], version.one.outputs(tensors)[EMBEDDINGS]):
+            if np.array_equal(result[EMBEDDINGS], version.one.outputs(tensors)[EMBEDDINGS]):
                 outcome.answered += 1
             else:
                 outcome.wrong.append("a request that needs nothing of the host got other numbers")

@@ -47,15 +47,15 @@ def bad(model: Model, random: Random) -> bytes:
 
 def thieves(model: Model, random: Random) -> list[bytes]:
     """Two requests whose lengths add up only together: merged, the first would be answered from the ids of the second."""
-    found: list[bytes] = []
-    while len(found) < 2:
+    messages: list[bytes] = []
+    while len(messages) < 2:
         request = good_request(model, random)
         lengths = np.frombuffer(request.raw_input_contents[1], np.int32).copy()
         if lengths.any():
-            lengths[lengths.argmax()] += -1 if found else 1
+            lengths[lengths.argmax()] += -1 if messages else 1
             request.raw_input_contents[1] = lengths.tobytes()
-            found.append(request.SerializeToString())
-    return found
+            messages.append(request.SerializeToString())
+    return messages
 
 
 def is_known_to_hang(message: bytes) -> bool:
@@ -64,7 +64,7 @@ def is_known_to_hang(message: bytes) -> bool:
         request = pb.ModelInferRequest.FromString(message)
     except Exception:
         return False
-    return any(each.shape and each.shape[0] == 0 for each in request.inputs)
+    return any(tensor.shape and tensor.shape[0] == 0 for tensor in request.inputs)
 
 
 def is_known_to_kill(message: bytes) -> bool:
@@ -75,8 +75,8 @@ def is_known_to_kill(message: bytes) -> bool:
         return False
     for tensor in request.inputs:
         size = 8
-        for each in tensor.shape:
-            size *= each
+        for dim in tensor.shape:
+            size *= dim
         if abs(size) >= 2**63:
             return True
     return False
@@ -89,47 +89,47 @@ def _which(request: "pb.ModelInferRequest", random: Random) -> int | None:
 
 def _shape(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Ranks, zeros, negative and huge sizes."""
-    if (at := _which(request, random)) is not None:
-        size = min(request.inputs[at].shape[-1], 1 << 40) if request.inputs[at].shape else 1
+    if (index := _which(request, random)) is not None:
+        size = min(request.inputs[index].shape[-1], 1 << 40) if request.inputs[index].shape else 1
         shapes: tuple[tuple[int, ...], ...] = (
             (), (size,), (1, 1, size), (size, 1), (1, size, 1), (2, size), (1, size + 1), (1, size - 1), (-1, size),
             (1, -1), (-1, -size), (1, 0), *((1, huge) for huge in HUGE), *((huge, huge) for huge in HUGE), (1,) * 100,
         )  # fmt: skip
-        del request.inputs[at].shape[:]
-        request.inputs[at].shape.extend(shapes[random.integers(len(shapes))])
+        del request.inputs[index].shape[:]
+        request.inputs[index].shape.extend(shapes[random.integers(len(shapes))])
 
 
 def _datatype(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     kinds = ("", "INT32", "INT64", "FP32", "FP16", "BYTES", "BOOL", "UINT64", "int64", "INT64 ", "INT65", _MARK)
-    if (at := _which(request, random)) is not None:
-        request.inputs[at].datatype = str(pick(random, kinds))
+    if (index := _which(request, random)) is not None:
+        request.inputs[index].datatype = str(pick(random, kinds))
 
 
 def _raw(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Contents that are truncated, longer, empty, missing or more."""
-    if (at := _which(request, random)) is None:
+    if (index := _which(request, random)) is None:
         return
-    raw = request.raw_input_contents[at]
+    raw = request.raw_input_contents[index]
     what = random.integers(6)
     if what == 0:
-        request.raw_input_contents[at] = raw[: random.integers(len(raw) + 1)]
+        request.raw_input_contents[index] = raw[: random.integers(len(raw) + 1)]
     elif what == 1:
-        request.raw_input_contents[at] = raw + random.bytes(int(random.integers(1, 64)))
+        request.raw_input_contents[index] = raw + random.bytes(int(random.integers(1, 64)))
     elif what == 2:
-        request.raw_input_contents[at] = b""
+        request.raw_input_contents[index] = b""
     elif what == 3:
-        del request.raw_input_contents[at]
+        del request.raw_input_contents[index]
     elif what == 4:
         request.raw_input_contents.append(raw)
     else:
-        request.raw_input_contents[at] = random.bytes(len(raw))
+        request.raw_input_contents[index] = random.bytes(len(raw))
 
 
 def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     """Ids, lengths and dense numbers at every boundary."""
-    if (at := _which(request, random)) is None:
+    if (index := _which(request, random)) is None:
         return
-    raw, name = request.raw_input_contents[at], request.inputs[at].name
+    raw, name = request.raw_input_contents[index], request.inputs[index].name
     kind, size = ("<q", 8) if name == "values" else ("<i", 4) if name == "lengths" else ("<f", 4)
     if len(raw) >= size:
         rows = [len(feature.numbers) for feature in model.features.values()]
@@ -138,31 +138,31 @@ def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> N
             edges = [*LENGTHS, 0, 1] if name == "lengths" else NUMBERS
         start = int(random.integers(len(raw) // size)) * size
         number = struct.pack(kind, edges[int(random.integers(len(edges)))])
-        request.raw_input_contents[at] = raw[:start] + number + raw[start + size :]
+        request.raw_input_contents[index] = raw[:start] + number + raw[start + size :]
 
 
 def _typed(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Numbers in typed fields, beside the raw ones or instead."""
-    if (at := _which(request, random)) is not None:
+    if (index := _which(request, random)) is not None:
         field = str(pick(random, ("int64_contents", "int_contents", "fp32_contents", "bool_contents")))
-        getattr(request.inputs[at].contents, field).extend([1, 0, 1])
+        getattr(request.inputs[index].contents, field).extend([1, 0, 1])
         if random.random() < 0.5:
             del request.raw_input_contents[:]
 
 
 def _inputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Inputs that are missing, twice, swapped, or called otherwise."""
-    if (at := _which(request, random)) is None:
+    if (index := _which(request, random)) is None:
         return
     what = random.integers(5)
     if what == 0:
-        del request.inputs[at]
-        del request.raw_input_contents[at]
+        del request.inputs[index]
+        del request.raw_input_contents[index]
     elif what == 1:
-        request.inputs.add().CopyFrom(request.inputs[at])
-        request.raw_input_contents.append(request.raw_input_contents[at])
+        request.inputs.add().CopyFrom(request.inputs[index])
+        request.raw_input_contents.append(request.raw_input_contents[index])
     elif what == 2:
-        request.inputs[at].name = str(pick(random, (*WORDS, _MARK)))
+        request.inputs[index].name = str(pick(random, (*WORDS, _MARK)))
     elif what == 3:
         raw = list(request.raw_input_contents)[::-1]
         del request.raw_input_contents[:]
@@ -173,10 +173,10 @@ def _inputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 def _dense_rows(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     """Dense inputs of a sample more or less, of another width, of another dtype, of another's name, or none."""
-    at = [number for number, each in enumerate(request.inputs) if each.name in model.dense]
-    if not at or len(request.raw_input_contents) < len(request.inputs):
+    numbers_of_dense = [number for number, tensor in enumerate(request.inputs) if tensor.name in model.dense]
+    if not numbers_of_dense or len(request.raw_input_contents) < len(request.inputs):
         return
-    tensor, number = request.inputs[at[0]], at[0]
+    tensor, number = request.inputs[numbers_of_dense[0]], numbers_of_dense[0]
     samples, width = tensor.shape[1:] if len(tensor.shape) == 3 else (1, 1)
     samples = min(samples, 1000)  # it may have been changed before
     shapes = ((samples + 1, width), (max(samples - 1, 0), width), (samples, width + 1), (width, samples), (0, width))
@@ -197,8 +197,8 @@ def _dense_rows(request: "pb.ModelInferRequest", model: Model, random: Random) -
 
 def _names(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     """What is asked for: nobody's names, others', and those of features for tables."""
-    known = list(pick(random, (model.features, model.tables)))  # type: ignore[call-overload]
-    words = (*WORDS, _MARK, ",".join(known), ",".join(known) + ",", ",".join(known * 2000))
+    names = list(pick(random, (model.features, model.tables)))  # type: ignore[call-overload]
+    words = (*WORDS, _MARK, ",".join(names), ",".join(names) + ",", ",".join(names * 2000))
     parameter = request.parameters[str(pick(random, ("features", "tables")))]
     what = random.integers(5)
     if what < 3:
@@ -211,8 +211,8 @@ def _names(request: "pb.ModelInferRequest", model: Model, random: Random) -> Non
 
 def _once(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     """What comes once, and does not: some names, nobody's, and no names."""
-    known = [*model.features, *model.tables, *model.dense]
-    some = [known[n] for n in random.permutation(len(known))[: random.integers(1, 4)]]
+    names = [*model.features, *model.tables, *model.dense]
+    some = [names[n] for n in random.permutation(len(names))[: random.integers(1, 4)]]
     parameter = request.parameters["once"]
     if random.random() < 0.8:
         parameter.string_param = str(pick(random, (*WORDS, _MARK, *[",".join(some)] * 20)))
@@ -228,8 +228,8 @@ def _parameters(request: "pb.ModelInferRequest", _: Model, random: Random) -> No
         "classification", "triton_", "", "x" * 1000,
     )  # fmt: skip
     holders = [request.parameters]
-    if (at := _which(request, random)) is not None:
-        holders.append(request.inputs[at].parameters)
+    if (index := _which(request, random)) is not None:
+        holders.append(request.inputs[index].parameters)
     parameter = holders[random.integers(len(holders))][str(pick(random, names))]
     what = random.integers(3)
     if what == 0:
@@ -243,7 +243,7 @@ def _parameters(request: "pb.ModelInferRequest", _: Model, random: Random) -> No
 def _outputs(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     if random.random() < 0.3:
         del request.outputs[:]
-    for _each in range(random.integers(1, 4)):
+    for _number in range(random.integers(1, 4)):
         output = request.outputs.add(name=str(pick(random, (*model.outputs, *WORDS))))
         if random.random() < 0.5:
             name = str(pick(random, ("classification", "shared_memory_region", "shared_memory_byte_size", "binary")))

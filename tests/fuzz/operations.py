@@ -84,9 +84,9 @@ class Outcome:
 def fuzz_operations(server: Server, count: int, seed: int = 0) -> Outcome:
     """Send `count` requests; stop at the tenth thing that is wrong. Every twentieth is a good one."""
     random, outcome = np.random.default_rng(seed), Outcome()
-    at = urlsplit(server.operations)
-    assert at.hostname is not None
-    assert at.port is not None
+    url = urlsplit(server.operations)
+    assert url.hostname is not None
+    assert url.port is not None
     for number in range(count):
         is_good = number % 20 == 0
         path = PATHS[number // 20 % len(PATHS)]
@@ -94,14 +94,14 @@ def fuzz_operations(server: Server, count: int, seed: int = 0) -> Outcome:
         goes = not is_good and random.random() < 0.1  # without waiting for an answer, by a reset
         started = time.monotonic()
         try:
-            found = _answer((at.hostname, at.port), sent, goes)
+            response = _answer((url.hostname, url.port), sent, goes)
         except TimeoutError:
             outcome.wrong.append(f"no end within {_ENDS_S:g} s: {sent[:80]!r}")
             continue
-        status = 0 if goes else _judge(sent, found, server.key, outcome)
+        status = 0 if goes else _judge(sent, response, server.key, outcome)
         outcome.statuses[status] += 1
         if is_good and (status != http.HTTPStatus.OK or time.monotonic() - started > _ENDS_S):
-            outcome.wrong.append(f"{path!r} got {status}: {found[:200]!r}")
+            outcome.wrong.append(f"{path!r} got {status}: {response[:200]!r}")
         if len(outcome.wrong) >= 10:
             break
     return outcome
@@ -120,8 +120,8 @@ def _message(random: np.random.Generator) -> bytes:
     start = b" ".join((one(_METHODS), one(_TARGETS), one(_VERSIONS)))
     message = b"\r\n".join((start, *headers, b"", one(_BODIES)))
     if random.random() < 0.2:
-        at = int(random.integers(len(message)))
-        message = message[:at] + random.bytes(3) + message[at + 3 :]
+        offset = int(random.integers(len(message)))
+        message = message[:offset] + random.bytes(3) + message[offset + 3 :]
     return message
 
 
@@ -151,19 +151,19 @@ class _Received:
         return io.BytesIO(self._content)
 
 
-def _judge(sent: bytes, found: bytes, key: str, outcome: Outcome) -> int:
+def _judge(sent: bytes, answer: bytes, key: str, outcome: Outcome) -> int:
     """The status of an answer; 0: there is none."""
-    if not found:
+    if not answer:
         return 0
-    if key.encode() in found or len(found) > _MOST_BYTES:
-        outcome.wrong.append(f"{len(found)} bytes, or the server's key in it")
+    if key.encode() in answer or len(answer) > _MOST_BYTES:
+        outcome.wrong.append(f"{len(answer)} bytes, or the server's key in it")
     method = "HEAD" if sent.startswith(b"HEAD ") else "GET"
-    response = http.client.HTTPResponse(_Received(found), method=method)  # type: ignore[arg-type]
+    response = http.client.HTTPResponse(_Received(answer), method=method)  # type: ignore[arg-type]
     try:
         response.begin()
         body = response.read()
     except http.client.HTTPException as error:
-        outcome.wrong.append(f"no HTTP: {error!r}: {found[:80]!r}")
+        outcome.wrong.append(f"no HTTP: {error!r}: {answer[:80]!r}")
         return 0
     status = response.status
     if status not in (200, 400, 404, 405, 431, 501, 503):

@@ -61,7 +61,7 @@ class Reads(nn.Module):
         recent: Tensor,
         lengths: Tensor,
         ids: Tensor,
-        seen: Tensor,
+        history: Tensor,
         genres_lengths: Tensor,
         genres: Tensor,
         when: Tensor,
@@ -70,7 +70,7 @@ class Reads(nn.Module):
         like = embeddings.sum(1) + price.sum([1, 2]) + relation % 11 + day.view(-1) % 13
         like = like + year % 17 + zone % 7 + stars % 5
         attended = sums(recent * (1 + ids % 3).unsqueeze(1), lengths) * torch.where(new[:, :1], 1.0, -1.0)
-        first = seen.view(lengths.numel(), 2, 32)[:, 0] * new[:, 1:].float()
+        first = history.view(lengths.numel(), 2, 32)[:, 0] * new[:, 1:].float()
         sent = [lengths.float(), genres_lengths.float(), sums(genres % 7, genres_lengths)]
         return like, attended, first, torch.stack(sent, dim=1), recent[:, :2] + paid * (when % 5).unsqueeze(1)
 
@@ -80,16 +80,16 @@ class Reads(nn.Module):
         with np.errstate(invalid="ignore"):
             like = embeddings.sum(1) + dense["price"].sum((1, 2)) + dense["relation"] % 11 + dense["day"][:, 0] % 13
             like = like + dense["year"] % 17 + dense["zone"] % 7 + dense["stars"] % 5
-        found = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
+        outputs = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
         with np.errstate(invalid="ignore"):
             paid = dense["paid"] * (dense["when"] % 5)[:, np.newaxis]
         repeated = bags.samples if "recent" in bags.shared else 1
         events = [rows[:, :2] for _, rows in histories(bags, "recent")]
-        found["by_event"] = np.concatenate([np.zeros((0, 2)), *events]) + np.tile(paid, (repeated, 1))
+        outputs["by_event"] = np.concatenate([np.zeros((0, 2)), *events]) + np.tile(paid, (repeated, 1))
         every = zip(*(histories(bags, name) for name in ("recent", "seen", "genres")), strict=True)
-        for sample, ((ids, recent), (_, seen), (genres, _)) in enumerate(every):
+        for sample, ((ids, recent), (_, history), (genres, _)) in enumerate(every):
             sign, flag = np.where(dense["new"][sample], (1.0, 1.0), (-1.0, 0.0))
-            found["attended"][sample] = (recent * (1 + ids % 3)[:, np.newaxis]).sum(0) * sign
-            found["first"][sample] = seen[0] * flag
-            found["sent"][sample] = [len(ids), len(genres), (genres % 7).sum()]
-        return found
+            outputs["attended"][sample] = (recent * (1 + ids % 3)[:, np.newaxis]).sum(0) * sign
+            outputs["first"][sample] = history[0] * flag
+            outputs["sent"][sample] = [len(ids), len(genres), (genres % 7).sum()]
+        return outputs

@@ -59,10 +59,10 @@ class Outcome:
 
     def line(self) -> str:
         """All in one."""
-        told = ", ".join(f"{count:,} {status}" for status, count in self.statuses.most_common())
+        statuses = ", ".join(f"{count:,} {status}" for status, count in self.statuses.most_common())
         return (
-            f"{self.sent:,} messages: {told}; {self.well:,} good requests among them; "
-            f"memory {', '.join(f'{each / 1e6:.0f}' for each in self.memory_bytes)} MB; {len(self.wrong)} wrong"
+            f"{self.sent:,} messages: {statuses}; {self.well:,} good requests among them; "
+            f"memory {', '.join(f'{size / 1e6:.0f}' for size in self.memory_bytes)} MB; {len(self.wrong)} wrong"
         )
 
 
@@ -89,11 +89,11 @@ def fuzz(address: str, server: psutil.Process, models: Sequence[Model], count: i
 
 def _hostile(model: Model, random: np.random.Generator, count: int) -> list[bytes]:
     """One in ten is half of a pair whose lengths add up only together."""
-    made: list[bytes] = []
-    while len(made) < count:
+    messages: list[bytes] = []
+    while len(messages) < count:
         few = thieves(model, random) if random.random() < 0.05 else [bad(model, random)]
-        made += [each for each in few if not is_known_to_hang(each) and not is_known_to_kill(each)]
-    return made[:count]
+        messages += [message for message in few if not is_known_to_hang(message) and not is_known_to_kill(message)]
+    return messages[:count]
 
 
 def _send_together(
@@ -106,8 +106,8 @@ def _send_together(
 ) -> None:
     """All in flight at once, so that the server merges them; each is judged by itself."""
     # Where hostile ones lie side by side, as pairs do, good ones come before and behind.
-    at = int(random.integers(len(hostile) + 1))
-    messages = [*well[: WELL // 2], *hostile[:at], *well[WELL // 2 :], *hostile[at:]]
+    position = int(random.integers(len(hostile) + 1))
+    messages = [*well[: WELL // 2], *hostile[:position], *well[WELL // 2 :], *hostile[position:]]
     sent = [call.future(message, timeout=DEADLINE_S) for message in messages]
     is_well = set(map(id, well))
     for message, answer in zip(messages, sent, strict=True):
@@ -150,10 +150,10 @@ def _judge_well(answer: Any, models: Sequence[Model], message: bytes, outcome: O
 
 
 def _differs(response: Any, expected: Answer) -> str | None:
-    found = {output.name: list(output.shape) for output in response.outputs}
+    shapes_answered = {output.name: list(output.shape) for output in response.outputs}
     shapes = {name: [1, *numbers.shape] for name, numbers in expected.items()}
-    if len(response.outputs) != len(expected) or found != shapes:
-        return f"expected shapes {shapes}, got {found}"
+    if len(response.outputs) != len(expected) or shapes_answered != shapes:
+        return f"expected shapes {shapes}, got {shapes_answered}"
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         numbers = expected[output.name]
         if output.datatype != "FP32":  # Triton's classification, which a message may have asked for
@@ -167,17 +167,17 @@ def _differs(response: Any, expected: Answer) -> str | None:
 def _is_lenient(message: bytes) -> bool:
     """Triton takes numbers in typed fields too, which the contract does not promise."""
     with suppress(Exception):
-        return any(each.HasField("contents") for each in pb.ModelInferRequest.FromString(message).inputs)
+        return any(tensor.HasField("contents") for tensor in pb.ModelInferRequest.FromString(message).inputs)
     return False
 
 
 def _processes(server: psutil.Process) -> dict[int, str]:
     """What each of them is called, by its number."""
-    found = {}
+    names_by_pid = {}
     for child in (server, *server.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            found[child.pid] = child.name()
-    return found
+            names_by_pid[child.pid] = child.name()
+    return names_by_pid
 
 
 def _memory_bytes(server: psutil.Process) -> int:

@@ -71,8 +71,8 @@ def _whole(repository: Path, name: str, module: Whole) -> Model:
     state = module.raw._managed_collision_collection._managed_collision_modules["raw"].state_dict()
     raw_ids, rows = (state[key].tolist() for key in ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"))
     # The first of equal ids counts.
-    known = dict(zip(raw_ids[::-1], rows[::-1], strict=True))
-    features = _features((*MIXED, RAW), module, {**PLAIN, "raw": known})
+    row_by_id = dict(zip(raw_ids[::-1], rows[::-1], strict=True))
+    features = _features((*MIXED, RAW), module, {**PLAIN, "raw": row_by_id})
     dense = {name: Dense("FP32", (width,)) for name, width in DENSE.items()}
     scores = Scores(dense, ("like", "both"), lambda embeddings, dense, _: module.behind(embeddings, dense))
     return Model(name, bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES, scores)
@@ -94,8 +94,8 @@ def _that_reads(repository: Path) -> Model:
     ]
 
     def said(part: DensePart) -> DensePart:
-        *others, by_event = part.outputs
-        outputs = (*others, msgspec.structs.replace(by_event, key="recent"))
+        *rest, by_event = part.outputs
+        outputs = (*rest, msgspec.structs.replace(by_event, key="recent"))
         return msgspec.structs.replace(
             part, outputs=outputs, jagged=jagged, fixed_lengths=FIXED, together=(TOGETHER,)
         )

@@ -59,7 +59,7 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
     copies = server.health.deltas
     assert copies is not None
     assert len(copies.applied) == len(models)
-    assert all(each.rows > 0 and not each.stopped for each in copies.applied)
+    assert all(copies_of_process.rows > 0 and not copies_of_process.stopped for copies_of_process in copies.applied)
 
 
 @pytest.mark.long
@@ -164,7 +164,7 @@ def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Mod
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), [model], FAULTY_COUNT, seed=1)
     # A machine that stands still may end a process, too. It is the answers that give the fault away.
-    assert any(not each.startswith(DIED) for each in outcome.wrong), outcome.wrong
+    assert any(not line.startswith(DIED) for line in outcome.wrong), outcome.wrong
 
 
 def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:

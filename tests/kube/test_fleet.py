@@ -51,9 +51,9 @@ class Fleet:
 
     def check(self, *features: str) -> None:
         """Look up, and compare with the same plan in one process, bit for bit."""
-        asked = {name: FEATURES[name] for name in features or FEATURES}
-        answer, expected = self.client.lookup(asked), self.expected.lookup(asked)
-        for name in asked:
+        features_of_request = {name: FEATURES[name] for name in features or FEATURES}
+        answer, expected = self.client.lookup(features_of_request), self.expected.lookup(features_of_request)
+        for name in features_of_request:
             np.testing.assert_array_equal(answer[name], expected[name])
 
 
@@ -119,9 +119,9 @@ class Secrets:
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    made = Secrets(tmp_path_factory.mktemp("tls"), [trustme.CA() for _ in AUTHORITIES])
-    made.issue()
-    return made
+    new_secrets = Secrets(tmp_path_factory.mktemp("tls"), [trustme.CA() for _ in AUTHORITIES])
+    new_secrets.issue()
+    return new_secrets
 
 
 @pytest.fixture(scope="module")

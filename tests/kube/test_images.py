@@ -78,9 +78,9 @@ def test_an_image_serves_and_that_of_the_client_asks_it(folder: Path, tag: str) 
             answer = client.lookup(bags)
             for feature, rows in expected.lookup(bags).items():
                 np.testing.assert_array_equal(answer[feature], rows)
-        asked = ("movies", "--url", "127.0.0.1:8001", "--tls-ca", "/tls/root.pem")
+        arguments = ("movies", "--url", "127.0.0.1:8001", "--tls-ca", "/tls/root.pem")
         client_of = ("run", "--rm", "--interactive", *LOCKED, *HERE, *mounts(folder), f"{IMAGE}:client")
-        assert podman(*client_of, "health", *asked).stdout == "movies: version 1 answers\n"
+        assert podman(*client_of, "health", *arguments).stdout == "movies: version 1 answers\n"
         assert podman("exec", name, "id", "-u").stdout == "1000\n"
         assert podman("exec", name, "touch", "/opt/x", check=False).returncode != 0
         podman("stop", "--time", "30", name)

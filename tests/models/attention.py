@@ -44,9 +44,9 @@ class OfPooledTarget(OfTarget):
         self.bags = collection(POOLED[1:2])
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen, target = self.rows(keyed)["seen"], self.bags(keyed)["item_id"]
+        history, target = self.rows(keyed)["seen"], self.bags(keyed)["item_id"]
         answer: Tensor = self.over(
-            torch.cat([self.attended(target, seen.to_padded_dense(LONGEST), seen.lengths()), target], dim=1)
+            torch.cat([self.attended(target, history.to_padded_dense(LONGEST), history.lengths()), target], dim=1)
         )
         return answer
 
@@ -96,17 +96,17 @@ class Causal(Rows):
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
         rows = self.rows(keyed)
-        seen = rows["seen"]
-        states = seen.to_padded_dense(LONGEST) + self.positions(torch.arange(LONGEST))
-        real = (torch.arange(LONGEST) < seen.lengths().unsqueeze(1)).unsqueeze(-1)
+        history = rows["seen"]
+        states = history.to_padded_dense(LONGEST) + self.positions(torch.arange(LONGEST))
+        real = (torch.arange(LONGEST) < history.lengths().unsqueeze(1)).unsqueeze(-1)
         causal = ~torch.tril(torch.ones((LONGEST, LONGEST), dtype=torch.bool))
         states = states * real
         for norm, attention, layer in zip(self.norms, self.attention, self.forward_layers, strict=True):
             queries = norm(states)
             attended, _ = attention(queries, states, states, attn_mask=causal, need_weights=False)
             states = (layer(queries + attended) + attended) * real
-        at = (seen.lengths().long() - 1).clamp(min=0)
-        state = self.last(states)[torch.arange(states.size(0)), at]
+        last_index = (history.lengths().long() - 1).clamp(min=0)
+        state = self.last(states)[torch.arange(states.size(0)), last_index]
         score: Tensor = (state * rows["target"].to_padded_dense(1).squeeze(1)).sum(dim=-1)
         return score
 
@@ -169,11 +169,11 @@ class Encoder(Rows):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        missing = torch.arange(LONGEST) >= seen.lengths().unsqueeze(1)
-        states = self.encoder(seen.to_padded_dense(LONGEST), src_key_padding_mask=missing)
-        kept = states.masked_fill(missing.unsqueeze(-1), 0.0).sum(dim=1) / seen.lengths().unsqueeze(1)
-        answer: Tensor = self.top(kept)
+        history = self.rows(keyed)["seen"]
+        missing = torch.arange(LONGEST) >= history.lengths().unsqueeze(1)
+        states = self.encoder(history.to_padded_dense(LONGEST), src_key_padding_mask=missing)
+        mean = states.masked_fill(missing.unsqueeze(-1), 0.0).sum(dim=1) / history.lengths().unsqueeze(1)
+        answer: Tensor = self.top(mean)
         return answer
 
 
@@ -185,9 +185,9 @@ class Scaled(Rows):
         self.query = nn.Parameter(torch.rand(1, DIM))
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        padded = seen.to_padded_dense(LONGEST)
-        mask = (torch.arange(LONGEST) < seen.lengths().unsqueeze(1)).unsqueeze(1)
+        history = self.rows(keyed)["seen"]
+        padded = history.to_padded_dense(LONGEST)
+        mask = (torch.arange(LONGEST) < history.lengths().unsqueeze(1)).unsqueeze(1)
         query = self.query.unsqueeze(0).expand(padded.size(0), -1, -1)
         attended = nn.functional.scaled_dot_product_attention(query, padded, padded, attn_mask=mask)
         answer: Tensor = self.top(attended.squeeze(1))

@@ -232,11 +232,11 @@ class OfPairs(Network):
 def pairs(random: np.random.Generator, samples: int) -> tuple[dict[str, Tensor]]:
     """One of the keys has one id in each sample, and so has a number that is no length."""
     keyed = ids(random, samples, "user_id", "item_id", "words", item_id=torch.ones(samples, dtype=torch.int32))
-    found = {"price.values": numbers(random, samples, 2), "age.values": numbers(random, samples, WIDTH - 2)}
-    found["seen.lengths"] = torch.ones(samples, dtype=torch.int32)
+    arguments = {"price.values": numbers(random, samples, 2), "age.values": numbers(random, samples, WIDTH - 2)}
+    arguments["seen.lengths"] = torch.ones(samples, dtype=torch.int32)
     for key, tensor in keyed.to_dict().items():
-        found |= {f"{key}.values": tensor.values(), f"{key}.lengths": tensor.lengths()}
-    return (found,)
+        arguments |= {f"{key}.values": tensor.values(), f"{key}.lengths": tensor.lengths()}
+    return (arguments,)
 
 
 class OfUserAndItem(nn.Module):

@@ -25,10 +25,10 @@ class Times(Rows):
         self.ago = nn.Embedding(20, DIM)
 
     def forward(self, keyed: KeyedJaggedTensor, now: Tensor) -> Tensor:
-        seen, times = self.rows(keyed)["seen"], keyed["seen_time"].values()
-        ago = torch.repeat_interleave(now, seen.lengths(), dim=0) - times
-        rows = seen.values() + self.ago(ago.float().clamp(min=1).log2().long().clamp(max=19))
-        padded = torch.ops.fbgemm.jagged_to_padded_dense(rows, [seen.offsets()], [LONGEST], 0.0)
+        history, times = self.rows(keyed)["seen"], keyed["seen_time"].values()
+        ago = torch.repeat_interleave(now, history.lengths(), dim=0) - times
+        rows = history.values() + self.ago(ago.float().clamp(min=1).log2().long().clamp(max=19))
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(rows, [history.offsets()], [LONGEST], 0.0)
         return self.top(padded.sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
@@ -49,9 +49,9 @@ class Actions(Rows):
         self.actions, self.measured = nn.Embedding(ACTIONS, DIM), nn.Linear(3, DIM)
 
     def forward(self, session: Session) -> dict[str, Tensor]:
-        seen = self.rows(session.keyed)["seen"]
-        rows = seen.values() * self.actions(session.actions.values()) + self.measured(session.measured.values())
-        padded = JaggedTensor(rows, lengths=seen.lengths()).to_padded_dense(LONGEST)
+        history = self.rows(session.keyed)["seen"]
+        rows = history.values() * self.actions(session.actions.values()) + self.measured(session.measured.values())
+        padded = JaggedTensor(rows, lengths=history.lengths()).to_padded_dense(LONGEST)
         return {"user": padded.amax(dim=1), "bought": self.top(padded.sum(dim=1))}
 
 
@@ -70,8 +70,8 @@ class ByPart(Rows):
             lengths=torch.cat([data[f"{key}.lengths"] for key in keys], dim=-1),
         )
         prices = JaggedTensor(values=data["price.values"], lengths=data["price.lengths"])
-        seen = self.rows(keyed)["seen"].to_padded_dense(LONGEST) + self.prices(prices.to_padded_dense(LONGEST))
-        return {"bought": self.top(seen.amax(dim=1))}
+        history = self.rows(keyed)["seen"].to_padded_dense(LONGEST) + self.prices(prices.to_padded_dense(LONGEST))
+        return {"bought": self.top(history.amax(dim=1))}
 
 
 class Ranked(Rows):
@@ -103,14 +103,14 @@ class Joined(Rows):
         )
         rows = self.rows(every)
         count = candidates.lengths().view(len(candidates.keys()), -1)[0]
-        at = [
+        embedded_times = [
             self.hour(kjt[key].values() // 3600 % 24) for kjt, key in ((history, "seen_time"), (candidates, "asked"))
         ]
-        seen, targets = rows["seen"].values() + at[0], rows["target"].values() + at[1]
+        events, targets = rows["seen"].values() + embedded_times[0], rows["target"].values() + embedded_times[1]
         longest = int(rows["seen"].lengths().max().item()) + int(count.max().item())
         both = torch.cat(
             [
-                JaggedTensor(seen, lengths=rows["seen"].lengths()).to_padded_dense(longest),
+                JaggedTensor(events, lengths=rows["seen"].lengths()).to_padded_dense(longest),
                 JaggedTensor(targets, lengths=count).to_padded_dense(longest),
             ],
             dim=1,
@@ -138,17 +138,17 @@ class OwnLengths(Rows):
     """Numbers of another length than any key has."""
 
     def forward(self, session: Session) -> Tensor:
-        seen = self.rows(session.keyed)["seen"].to_padded_dense(LONGEST)
-        return self.top((seen * session.measured.to_padded_dense(LONGEST)).sum(dim=1))  # type: ignore[no-any-return]
+        history = self.rows(session.keyed)["seen"].to_padded_dense(LONGEST)
+        return self.top((history * session.measured.to_padded_dense(LONGEST)).sum(dim=1))  # type: ignore[no-any-return]
 
 
 def timed(random: np.random.Generator, samples: int, *keys: str, time: str) -> KeyedJaggedTensor:
     """Ids of some keys, and a time for each id of the first; up to `LONGEST` of each."""
-    own = ids(random, samples, *keys, most=LONGEST)
-    lengths = own[keys[0]].lengths()
+    by_event = ids(random, samples, *keys, most=LONGEST)
+    lengths = by_event[keys[0]].lengths()
     times = NOW - of(random, 10**6, int(lengths.sum()))
     return KeyedJaggedTensor(
-        [*keys, time], torch.cat([own.values(), times]), lengths=torch.cat([own.lengths(), lengths])
+        [*keys, time], torch.cat([by_event.values(), times]), lengths=torch.cat([by_event.lengths(), lengths])
     )
 
 
@@ -166,11 +166,9 @@ def session(random: np.random.Generator, samples: int) -> Session:
 
 
 def of_other_lengths(random: np.random.Generator, samples: int) -> Example:
-    found = session(random, samples)
+    base = session(random, samples)
     lengths = torch.arange(1, samples + 1) % LONGEST + 1
-    return (
-        Session(found.keyed, found.actions, JaggedTensor(numbers(random, int(lengths.sum()), 1), lengths=lengths)),
-    )
+    return (Session(base.keyed, base.actions, JaggedTensor(numbers(random, int(lengths.sum()), 1), lengths=lengths)),)
 
 
 def side_by_side(random: np.random.Generator, samples: int) -> Example:

@@ -41,8 +41,8 @@ class OfLists(Scored):
     def forward(self, ids: Tensor) -> Tensor:
         lengths = torch.tensor([1] * (len(ids) * 2), dtype=torch.int32)
         lengths = torch.cat([lengths, torch.as_tensor(ids.shape[0] * [1])])
-        found = self.scores(KeyedJaggedTensor(keys=list(ORDER), values=ids.t().flatten(), lengths=lengths))
-        return found * torch.tensor([0.5] * len(ids) * 2).view(-1, 2) - torch.tensor([1, 2] * len(ids)).view(-1, 2)
+        scores = self.scores(KeyedJaggedTensor(keys=list(ORDER), values=ids.t().flatten(), lengths=lengths))
+        return scores * torch.tensor([0.5] * len(ids) * 2).view(-1, 2) - torch.tensor([1, 2] * len(ids)).view(-1, 2)
 
 
 class OfMadeOffsets(Scored):
@@ -133,11 +133,11 @@ class OneOfEach(Scored):
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
         samples = keyed.values().size(0) // len(keyed.keys())
-        found = self.scores(keyed)
-        if found.size(0) != samples:
-            raise ValueError(f"expected {samples} samples, got {found.size(0)}")
+        scores = self.scores(keyed)
+        if scores.size(0) != samples:
+            raise ValueError(f"expected {samples} samples, got {scores.size(0)}")
         by_key = keyed.values().view(len(keyed.keys()), samples)
-        return found + torch.fmod(by_key, 7).t().float()[:, :2]
+        return scores + torch.fmod(by_key, 7).t().float()[:, :2]
 
 
 class Permuted(Scored):
@@ -165,9 +165,9 @@ class Padded(Scored):
     """Histories as a matrix, filled up with 0: what is not 0 becomes a bag."""
 
     def forward(self, user_ids: Tensor, item_ids: Tensor, words: Tensor) -> Tensor:
-        kept = words != 0
-        lengths = torch.cat([torch.ones_like(user_ids), torch.ones_like(item_ids), kept.sum(dim=1)])
-        values = torch.cat([user_ids, item_ids, words[kept]])
+        is_word = words != 0
+        lengths = torch.cat([torch.ones_like(user_ids), torch.ones_like(item_ids), is_word.sum(dim=1)])
+        values = torch.cat([user_ids, item_ids, words[is_word]])
         return self.scores(KeyedJaggedTensor.from_lengths_sync(list(ORDER), values, lengths))
 
 

@@ -56,8 +56,8 @@ class Position(Pooled):
         self.positions = nn.Embedding(10, DIM)
 
     def forward(self, keyed: KeyedJaggedTensor, discrete: Tensor) -> Tensor:
-        at: Tensor = self.positions(discrete[:, 1].clamp(min=0, max=9).long())
-        return self.pooled(keyed) + at
+        position_vectors: Tensor = self.positions(discrete[:, 1].clamp(min=0, max=9).long())
+        return self.pooled(keyed) + position_vectors
 
 
 class History(Pooled):
@@ -79,9 +79,9 @@ class Mask(Pooled):
     """A bool mask chooses which of a sample's vectors count."""
 
     def forward(self, keyed: KeyedJaggedTensor, vectors: Tensor, mask: Tensor) -> Tensor:
-        kept = vectors.masked_fill(~mask.unsqueeze(-1), 0.0)
+        masked = vectors.masked_fill(~mask.unsqueeze(-1), 0.0)
         count = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return (self.pooled(keyed) * kept.sum(dim=1) / count).sum(dim=1, keepdim=True)
+        return (self.pooled(keyed) * masked.sum(dim=1) / count).sum(dim=1, keepdim=True)
 
 
 class OneHot(Pooled):

@@ -32,8 +32,8 @@ class MeanOfPadded(Rows):
     """`to_padded_dense(longest)`, and the mean over positions that are there: a mask by lengths."""
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        padded, lengths = seen.to_padded_dense(LONGEST), seen.lengths()
+        history = self.rows(keyed)["seen"]
+        padded, lengths = history.to_padded_dense(LONGEST), history.lengths()
         mask = torch.arange(LONGEST, device=lengths.device).unsqueeze(0) < lengths.unsqueeze(1)
         total = (padded * mask.unsqueeze(-1).float()).sum(dim=1)
         answer: Tensor = self.top(total / lengths.clamp(min=1).unsqueeze(1))
@@ -44,8 +44,8 @@ class OwnLongest(Rows):
     """`to_padded_dense()`, as long as the longest of the batch; HSTU takes `lengths.max()`."""
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        return self.top(seen.to_padded_dense().sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
+        history = self.rows(keyed)["seen"]
+        return self.top(history.to_padded_dense().sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 class NormsOfPadded(Rows):
@@ -54,9 +54,9 @@ class NormsOfPadded(Rows):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.plain = nn.BatchNorm1d(DIM), nn.BatchNorm1d(DIM, affine=False)
-        for each in (self.norm, self.plain):
-            each.running_mean = torch.rand(DIM)
-            each.running_var = torch.rand(DIM) + 0.5
+        for norm in (self.norm, self.plain):
+            norm.running_mean = torch.rand(DIM)
+            norm.running_var = torch.rand(DIM) + 0.5
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
         padded = self.rows(keyed)["seen"].to_padded_dense()
@@ -69,9 +69,9 @@ class LongestOfLengths(Rows):
     """HSTU: the longest sequence is an integer that the forward reads off."""
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        longest = int(seen.lengths().max().item())
-        padded = torch.ops.fbgemm.jagged_to_padded_dense(seen.values(), [seen.offsets()], [longest], 0.0)
+        history = self.rows(keyed)["seen"]
+        longest = int(history.lengths().max().item())
+        padded = torch.ops.fbgemm.jagged_to_padded_dense(history.values(), [history.offsets()], [longest], 0.0)
         answer: Tensor = self.top(padded.sum(dim=1))
         return answer
 
@@ -100,13 +100,13 @@ class JaggedAndBack(Rows):
         self.positions = nn.Parameter(torch.rand(LONGEST, DIM))
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        values, offsets = self.layer(seen.values()), seen.offsets()
-        positions = self.positions.unsqueeze(0).expand(seen.lengths().size(0), -1, -1)
+        history = self.rows(keyed)["seen"]
+        values, offsets = self.layer(history.values()), history.offsets()
+        positions = self.positions.unsqueeze(0).expand(history.lengths().size(0), -1, -1)
         added = torch.ops.fbgemm.jagged_dense_elementwise_add_jagged_output(values, [offsets], positions)[0]
         dense = torch.ops.fbgemm.jagged_to_padded_dense(added, [offsets], [LONGEST], 0.0)
         again = torch.ops.fbgemm.dense_to_jagged(dense, [offsets])[0]
-        answer: Tensor = self.top(torch.segment_reduce(again, "sum", lengths=seen.lengths(), axis=0, initial=0.0))
+        answer: Tensor = self.top(torch.segment_reduce(again, "sum", lengths=history.lengths(), axis=0, initial=0.0))
         return answer
 
 
@@ -114,9 +114,9 @@ class SumOfRows(Rows):
     """Pooling by hand: `index_add_` by the sample of each row."""
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        sample = torch.repeat_interleave(torch.arange(seen.lengths().numel()), seen.lengths())
-        total = torch.zeros(seen.lengths().numel(), DIM).index_add_(0, sample, seen.values())
+        history = self.rows(keyed)["seen"]
+        sample = torch.repeat_interleave(torch.arange(history.lengths().numel()), history.lengths())
+        total = torch.zeros(history.lengths().numel(), DIM).index_add_(0, sample, history.values())
         answer: Tensor = self.top(total)
         return answer
 
@@ -131,8 +131,8 @@ class Positions(Rows):
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
         padded = self.rows(keyed)["seen"].to_padded_dense(LONGEST) * DIM**0.5
-        at = torch.arange(padded.size(1)).unsqueeze(0).expand(padded.size(0), -1)
-        answer: Tensor = self.top(self.norm(padded + self.positions(at))).squeeze(-1)
+        indices = torch.arange(padded.size(1)).unsqueeze(0).expand(padded.size(0), -1)
+        answer: Tensor = self.top(self.norm(padded + self.positions(indices))).squeeze(-1)
         return answer
 
 
@@ -151,8 +151,8 @@ class TwoSequences(Rows):
 
     def forward(self, keyed: KeyedJaggedTensor) -> dict[str, Tensor]:
         rows = self.rows(keyed)
-        seen, visited = rows["seen"].to_padded_dense(LONGEST), rows["visited"].to_padded_dense(4)
-        return {"match": torch.bmm(seen, visited.transpose(1, 2)).flatten(1), "seen": seen}
+        history, visited = rows["seen"].to_padded_dense(LONGEST), rows["visited"].to_padded_dense(4)
+        return {"match": torch.bmm(history, visited.transpose(1, 2)).flatten(1), "seen": history}
 
 
 class OneLength(Rows):
@@ -180,9 +180,9 @@ class Measured(Rows):
     """TorchEasyRec's `sequence_dense_features`: numbers for each event, a JaggedTensor beside the ids."""
 
     def forward(self, batch: Events) -> Tensor:
-        seen = self.rows(batch.keyed)["seen"].to_padded_dense(LONGEST)
+        history = self.rows(batch.keyed)["seen"].to_padded_dense(LONGEST)
         prices = batch.prices["seen_price"].to_padded_dense(LONGEST)
-        return self.top((seen * prices).sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
+        return self.top((history * prices).sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
 class Recurrent(Rows):
@@ -193,9 +193,9 @@ class Recurrent(Rows):
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(keyed)["seen"]
-        states, _ = self.gru(seen.to_padded_dense(LONGEST))
-        last = (seen.lengths().long() - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, DIM)
+        history = self.rows(keyed)["seen"]
+        states, _ = self.gru(history.to_padded_dense(LONGEST))
+        last = (history.lengths().long() - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, DIM)
         answer: Tensor = self.top(states.gather(1, last).squeeze(1))
         return answer
 

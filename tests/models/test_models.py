@@ -54,11 +54,11 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
     elif isinstance(answer, JaggedTensor | KeyedTensor):
         yield answer.values()
     elif isinstance(answer, dict):
-        for each in answer.values():
-            yield from tensors_of(each)
+        for part in answer.values():
+            yield from tensors_of(part)
     elif isinstance(answer, tuple | list):
-        for each in answer:
-            yield from tensors_of(each)
+        for part in answer:
+            yield from tensors_of(part)
     elif is_dataclass(answer):
         for field in fields(answer):
             yield from tensors_of(getattr(answer, field.name))
@@ -107,7 +107,11 @@ def test_int8_model_is_served_by_its_stored_rows(tmp_path: Path, name: str) -> N
 def test_float16_tables_answer_float32(tmp_path: Path, name: str) -> None:
     """As TorchRec's collections do, whatever their tables have. Sums are made in float32, too."""
     module = module_of(name)
-    for part in [each for each in module.modules() if isinstance(each, EmbeddingBagCollection | EmbeddingCollection)]:
+    for part in [
+        submodule
+        for submodule in module.modules()
+        if isinstance(submodule, EmbeddingBagCollection | EmbeddingCollection)
+    ]:
         part.half()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
     with Engine.open(bundle) as engine:
@@ -121,13 +125,13 @@ def test_model_on_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> No
     with pytest.raises(RuntimeError, match="same device"):
         call(module, example)
     before = {key: id(tensor) for key, tensor in module.named_parameters()}
-    for number, given in enumerate((on_gpu, example)):
-        bundle = export_model(module, tmp_path / "r", f"m{number}", EXACT, example=given)
+    for number, placed in enumerate((on_gpu, example)):
+        bundle = export_model(module, tmp_path / "r", f"m{number}", EXACT, example=placed)
         with Engine.open(bundle) as engine:
             compare(engine, name, module_of(name), (1, 5))
     assert {key: id(tensor) for key, tensor in module.named_parameters()} == before
     assert all(parameter.device == GPU for parameter in module.parameters())
-    assert all(each.device == GPU for each in on_gpu if isinstance(each, Tensor))
+    assert all(tensor.device == GPU for tensor in on_gpu if isinstance(tensor, Tensor))
 
 
 def with_rows_of(bundle: Path, module: nn.Module) -> None:
@@ -146,11 +150,13 @@ def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]
     for samples in sizes:
         example = example_of(name, samples, seed=7)
         features, tensors = request_of(name, module, example)
-        dense = {each.name: tensors[each.name] for each in inputs}
+        dense = {dense_input.name: tensors[dense_input.name] for dense_input in inputs}
         right = answer_of_call(module, example)
         if name in SQUEEZED and samples == 1:
             right = {name: numbers[np.newaxis] for name, numbers in right.items()}
-        right = {each: np.moveaxis(right[each], 1, 0) if (name, each) in MOVED else right[each] for each in right}
+        right = {
+            output: np.moveaxis(right[output], 1, 0) if (name, output) in MOVED else right[output] for output in right
+        }
         weighted = [key for key, feature in features.items() if isinstance(feature, dict) and "weights" in feature]
         scores = engine.score(features, dense)
         assert_close(scores, right)
@@ -166,7 +172,7 @@ def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]
 def request_of(name: str, module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
     """The features of an example, and its tensors by their path."""
     features, tensors = request_of_call(module, example)
-    keys = {key for each in module.modules() for key in features_of(each)}
+    keys = {key for part in module.modules() for key in features_of(part)}
     if name in TENSORS:
         features = TENSORS[name](tensors)
     return {key: feature for key, feature in features.items() if key in keys}, tensors
@@ -184,8 +190,8 @@ def features_of(module: nn.Module) -> Iterator[str]:
 
 def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[str, Any]]:
     def features(tensors: dict[str, Numbers]) -> dict[str, Any]:
-        given = [torch.from_numpy(tensors[each]) for each in (values, lengths)]
-        keyed = KeyedJaggedTensor(list(ORDER), given[0], lengths=given[1])
+        tensors_of_keys = [torch.from_numpy(tensors[input_name]) for input_name in (values, lengths)]
+        keyed = KeyedJaggedTensor(list(ORDER), tensors_of_keys[0], lengths=tensors_of_keys[1])
         return {key: column_of(keyed[key]) for key in ORDER}
 
     return features

@@ -23,20 +23,20 @@ from kserve.inference_client import InferenceGRPCClient, InferenceRESTClient, RE
 from kserve.protocol.infer_type import InferInput, InferRequest  # noqa: E402
 
 
-def request(model: str, asked: dict[str, Any]) -> Any:
+def request(model: str, columns: dict[str, Any]) -> Any:
     inputs = [
-        InferInput(name, [1, len(asked[name])], datatype, asked[name])
+        InferInput(name, [1, len(columns[name])], datatype, columns[name])
         for name, datatype in (("values", "INT64"), ("lengths", "INT32"))
     ]
-    parameters = {"features": ",".join(asked["features"])} if "features" in asked else None
+    parameters = {"features": ",".join(columns["features"])} if "features" in columns else None
     return InferRequest(model_name=model, infer_inputs=inputs, parameters=parameters)
 
 
-async def lookup(protocol: str, address: str, asked: Any) -> Any:
+async def lookup(protocol: str, address: str, infer_request: Any) -> Any:
     if protocol == "grpc":
-        return await InferenceGRPCClient(address, timeout=60).infer(asked)
+        return await InferenceGRPCClient(address, timeout=60).infer(infer_request)
     client = InferenceRESTClient(RESTConfig(protocol="v2", timeout=60))
-    return await client.infer(f"http://{address}", asked, model_name=asked.model_name)
+    return await client.infer(f"http://{address}", infer_request, model_name=infer_request.model_name)
 
 
 if __name__ == "__main__":

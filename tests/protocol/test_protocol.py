@@ -155,8 +155,8 @@ def kserve(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with KServe's SDK, and what its clients import."""
     folder = tmp_path_factory.mktemp("kserve")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    given = ["--target", str(folder), "--requirement", str(CLIENTS / "kserve.txt")]
-    done = subprocess.run([*install, *given], capture_output=True, text=True, check=False)
+    options = ["--target", str(folder), "--requirement", str(CLIENTS / "kserve.txt")]
+    done = subprocess.run([*install, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 

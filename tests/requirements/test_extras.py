@@ -70,15 +70,15 @@ def installed_by(extra: str) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
 
-    def asked(requirements: Iterable[str]) -> Iterator[Requirement]:
+    def closure(requirements: Iterable[str]) -> Iterator[Requirement]:
         for requirement in map(Requirement, requirements):
             if requirement.name == project["name"]:
-                yield from asked(line for name in requirement.extras for line in extras[name])
+                yield from closure(line for name in requirement.extras for line in extras[name])
             else:
                 yield requirement
 
     packages = {project["name"]}
-    open_ = [*asked([*project["dependencies"], *(extras[extra] if extra else ())])]
+    open_ = [*closure([*project["dependencies"], *(extras[extra] if extra else ())])]
     while open_:
         requirement = open_.pop()
         name = INSTEAD.get(requirement.name, str(canonicalize_name(requirement.name)))
@@ -90,9 +90,9 @@ def installed_by(extra: str) -> set[str]:
             continue
         packages.add(name)
         for required in map(Requirement, lines):
-            wanted = requirement.extras or {""}
+            extras_of = requirement.extras or {""}
             if required.marker is None or any(
-                required.marker.evaluate({"extra": extra_name}) for extra_name in wanted
+                required.marker.evaluate({"extra": extra_name}) for extra_name in extras_of
             ):
                 open_.append(required)
     return packages
@@ -121,8 +121,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_engine_looks_up_and_scores_in_a_process(bundle: Path) -> None:
     module = two_tower()
     bags, dense = random_request(module, np.random.default_rng(0), 5)
-    asked = json.dumps([bags, {name: array.tolist() for name, array in dense.items()}])
-    done = run("engine", LOOK_UP, asked, str(bundle))
+    request = json.dumps([bags, {name: array.tolist() for name, array in dense.items()}])
+    done = run("engine", LOOK_UP, request, str(bundle))
     assert done.returncode == 0, done.stderr
     rows, scores = json.loads(done.stdout)
     with Engine.open(bundle) as engine:

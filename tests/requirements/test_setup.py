@@ -72,9 +72,9 @@ def test_every_lock_of_a_stack_is_in_the_pins() -> None:
 def test_a_stack_replaces_packages_of_the_default_alone() -> None:
     """Another version of any other package would let the two stacks differ in more than they say."""
     replaced = {"torch", "torchrec", "fbgemm-gpu-cpu"}
-    others = {name for purpose in PURPOSES for name in pins(REQUIREMENTS / f"{purpose}.txt")} - replaced
+    kept_names = {name for purpose in PURPOSES for name in pins(REQUIREMENTS / f"{purpose}.txt")} - replaced
     for lock in REQUIREMENTS.glob("stack-*.txt"):
-        assert not others & pins(lock).keys()
+        assert not kept_names & pins(lock).keys()
 
 
 # What an environment for each purpose has: each lock holds what those before it do not.
@@ -88,11 +88,13 @@ def test_no_lock_has_what_another_one_of_the_environment_has() -> None:
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_each_lock_has_what_is_asked_for(purpose: str) -> None:
-    locked = {name: version for each in PURPOSES[: PURPOSES.index(purpose) + 1] for name, version in in_lock(each)}
-    asked = re.findall(
+    locked = {
+        name: version for earlier in PURPOSES[: PURPOSES.index(purpose) + 1] for name, version in in_lock(earlier)
+    }
+    requirements = re.findall(
         r"^([\w-]+)(?:\[\w+\])?(?:==(\S+))?", (REQUIREMENTS / f"{purpose}.in").read_text(), re.MULTILINE
     )
-    for name, version in asked:
+    for name, version in requirements:
         if name != "torch":  # it has locks of its own
             assert locked[name.lower()] == (version or locked[name.lower()])
 
@@ -112,12 +114,14 @@ def test_the_extras_are_the_purposes() -> None:
         "demo": ["demo"],
         "dev": ["dev"],
     }.items():
-        asked = "".join((REQUIREMENTS / f"{purpose}.in").read_text() for purpose in purposes)
+        requirements = "".join((REQUIREMENTS / f"{purpose}.in").read_text() for purpose in purposes)
         for requirement in extras[extra]:
             name = re.split(r"[^\w-]", requirement)[0]
             # pip cannot leave FBGEMM's CUDA build out; the locks do.
-            known = name in ("tbe-serving", "torch", "fbgemm-gpu") or re.search(rf"^{name}\b", asked, re.MULTILINE)
-            assert known, f"{extra}: {name}"
+            is_declared = name in ("tbe-serving", "torch", "fbgemm-gpu") or re.search(
+                rf"^{name}\b", requirements, re.MULTILINE
+            )
+            assert is_declared, f"{extra}: {name}"
 
 
 # Imports modules as if what the locks named first have were not installed.
@@ -154,7 +158,7 @@ for module in modules:
 )
 def test_what_a_purpose_imports_is_in_its_locks(purpose: str, modules: str) -> None:
     later = PURPOSES[PURPOSES.index(purpose) + 1 :]
-    refused = " ".join(name for each in later for name in pins(REQUIREMENTS / f"{each}.txt"))
+    refused = " ".join(name for later_purpose in later for name in pins(REQUIREMENTS / f"{later_purpose}.txt"))
     command = [sys.executable, "-c", IMPORTS, refused, modules]
     done = subprocess.run(command, cwd=REQUIREMENTS.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -182,8 +186,8 @@ def run(index: Path, lock: str, script: str, *arguments: str, **more: str) -> su
     """Run a script of ours beside a lock `torch-cpu.txt`, with a pip that knows nothing but `index`."""
     folder = index.parent / "requirements"
     folder.mkdir()
-    for each in (script, "uv.sh"):
-        shutil.copy(REQUIREMENTS / each, folder)
+    for name in (script, "uv.sh"):
+        shutil.copy(REQUIREMENTS / name, folder)
     (folder / "torch-cpu.txt").write_text(lock)
     only = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     command = [str(folder / script), *arguments]
@@ -277,8 +281,8 @@ def test_uv_is_told_what_pip_is_told(index: Path) -> None:
         "[global]\nindex-url = file:///global\nextra-index-url = file:///one\n  file:///two\ncert = /a.pem\n"
         "[install]\nindex-url = file:///install\n"
     )
-    told = {"PIP_CONFIG_FILE": str(config), "PIP_NO_INDEX": "0", "PIP_EXTRA_INDEX_URL": "", "PIP_CERT": "/b.pem"}
-    done = run(index, "", "uv.sh", PIP, "--dry-run", **told)
+    settings = {"PIP_CONFIG_FILE": str(config), "PIP_NO_INDEX": "0", "PIP_EXTRA_INDEX_URL": "", "PIP_CERT": "/b.pem"}
+    done = run(index, "", "uv.sh", PIP, "--dry-run", **settings)
     options, cert = done.stdout.splitlines()
     assert "--default-index file:///install --index file:///one --index file:///two" in options
     assert f"--find-links {index}" in options

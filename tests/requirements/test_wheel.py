@@ -65,10 +65,18 @@ def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str
 
 def tried(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """A command that knows nothing of the sources, nor of this environment."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    path = f"{Path(command[0]).parent}{os.pathsep}{known['PATH']}"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
+    path = f"{Path(command[0]).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
-        command, cwd=folder, env=known | {"PATH": path}, capture_output=True, text=True, check=False, timeout=1500
+        command,
+        cwd=folder,
+        env=environment | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
     )
 
 
@@ -78,25 +86,25 @@ def test_both_have_all_files_that_are_needed_and_no_others(built: tuple[Path, Pa
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == expected
     with tarfile.open(sdist) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
-    assert found >= expected | {"pyproject.toml", "README.md", "LICENSE"}
-    assert {name for name in found - expected if name.startswith(PACKAGES)} == set()
+        packed = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert packed >= expected | {"pyproject.toml", "README.md", "LICENSE"}
+    assert {name for name in packed - expected if name.startswith(PACKAGES)} == set()
 
 
 def interpreters(*versions: str) -> list[Any]:
     """Of these versions of Python those that this machine has, as parameters: on PATH, or where pyenv keeps them."""
-    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = []
+    folder = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    parameters = []
     for version in versions:
-        candidates = [*kept.glob(f"{version}.*/bin/python{version}"), shutil.which(f"python{version}")]
+        candidates = [*folder.glob(f"{version}.*/bin/python{version}"), shutil.which(f"python{version}")]
         runs = (
             str(candidate)
             for candidate in candidates
             if candidate is not None
             and subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0
         )
-        found += [pytest.param(path, id=version) for path in [next(runs, None)] if path is not None]
-    return found
+        parameters += [pytest.param(path, id=version) for path in [next(runs, None)] if path is not None]
+    return parameters
 
 
 LOOK_UP = """
@@ -137,10 +145,10 @@ def test_the_readme_s_uv_leaves_the_cuda_build_out(built: tuple[Path, Path], tmp
     venv.create(tmp_path / "env")
     uv = f"{Path(sys.executable).with_name('uv')} {line} --python {tmp_path / 'env/bin/python'}"
     done = run([shutil.which("bash") or "bash", "-c", uv], tmp_path)
-    taken = dict(re.findall(r"^ \+ ([\w-]+)==(\S+)", done.stderr, re.MULTILINE))
-    assert taken["fbgemm-gpu-cpu"].startswith("1.8.")
-    assert taken["torchrec"].startswith("1.8.")
-    assert "fbgemm-gpu" not in taken
+    installed = dict(re.findall(r"^ \+ ([\w-]+)==(\S+)", done.stderr, re.MULTILINE))
+    assert installed["fbgemm-gpu-cpu"].startswith("1.8.")
+    assert installed["torchrec"].startswith("1.8.")
+    assert "fbgemm-gpu" not in installed
 
 
 SCORE = """
@@ -207,9 +215,9 @@ def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_ser
         try:
             assert server.stdout is not None
             address = json.loads(server.stdout.readline())["grpc"]
-            asked = [str(bin_ / "tbe-serve"), "lookup", "m", "--url", address]
+            lookup_command = [str(bin_ / "tbe-serve"), "lookup", "m", "--url", address]
             done = subprocess.run(
-                asked, input='{"x": [[1, 2], []]}', capture_output=True, text=True, check=True, cwd=tmp_path
+                lookup_command, input='{"x": [[1, 2], []]}', capture_output=True, text=True, check=True, cwd=tmp_path
             )
             (row, empty) = json.loads(done.stdout)["x"]
             assert len(row) == 8

@@ -112,7 +112,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "values"), [pytest.param(*each, id=f"{each[0].__name__} {each[1]}") for each in WRONG]
+    ("make", "name", "values"), [pytest.param(*case, id=f"{case[0].__name__} {case[1]}") for case in WRONG]
 )
 def test_an_argument_of_another_type_is_refused_by_name(
     make: Callable[..., Any], name: str, values: list[Any]

@@ -89,20 +89,20 @@ def key_of(url: str, path: Path) -> str:
 
 def publish(bundle: Path, url: str, number: float, ids: list[int], **options: Any) -> Path:
     rows = np.full((len(ids), DIM), number, np.float32)
-    found = publish_delta(bundle.parent.parent, "m", {"t": (ids, rows)}, deltas=f"{url}.deltas", **options)
-    return found.path
+    delta = publish_delta(bundle.parent.parent, "m", {"t": (ids, rows)}, deltas=f"{url}.deltas", **options)
+    return delta.path
 
 
 def lineage(bundle: Path) -> LiveLineage:
-    (found,) = lineages(bundle.parent)
-    return found
+    (only,) = lineages(bundle.parent)
+    return only
 
 
 def brought(bundle: Path, url: str) -> list[int]:
     """The numbers of the deltas that another machine has once it has brought what is there."""
-    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
-    store.refresh(found)
-    return listed(store.folder / found.model / found.name)
+    store, bundle_lineage = DeltaStore(f"{url}.deltas"), lineage(bundle)
+    store.refresh(bundle_lineage)
+    return listed(store.folder / bundle_lineage.model / bundle_lineage.name)
 
 
 @pytest.mark.promise("Machines that publish deltas to one store concurrently each get a number")
@@ -118,12 +118,12 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
     name = lineage_of(opened.digest, opened.manifest.compacted)
 
     def publish_ten(number: int) -> list[int]:
-        own = Lineage(opened, name, stores[number].folder, stores[number])
+        publisher = Lineage(opened, name, stores[number].folder, stores[number])
         rows = ChangedRows(np.array([number]), np.full((1, DIM), number, np.float32).view(np.uint8))
-        return [own.publish({"t": rows}, None).sequence for _ in range(10)]
+        return [publisher.publish({"t": rows}, None).sequence for _ in range(10)]
 
     with ThreadPoolExecutor(3) as pool:
-        numbers = [number for found in pool.map(publish_ten, range(3)) for number in found]
+        numbers = [number for sequences in pool.map(publish_ten, range(3)) for number in sequences]
     assert sorted(numbers) == [*range(1, 31)]
     machine("fourth")
     assert brought(bundle, url) == [*range(1, 31)]
@@ -131,8 +131,8 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
     for store in stores:
         store.refresh(LiveLineage("m", name, 0))
     for number in range(1, 31):
-        found = {delta_path(store.folder / "m" / name, number).read_bytes() for store in stores}
-        assert len(found) == 1
+        contents = {delta_path(store.folder / "m" / name, number).read_bytes() for store in stores}
+        assert len(contents) == 1
 
 
 def test_a_signature_is_there_before_its_delta(url: str, s3: S3, signed_repository: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_what_could_not_be_brought_counts_as_never_read(
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
     publish(bundle, url, 1, [3])
     machine("second")
-    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
+    store, bundle_lineage = DeltaStore(f"{url}.deltas"), lineage(bundle)
 
     def refused(*_: Any) -> None:
         raise obstore.exceptions.PermissionDeniedError("403")
@@ -180,10 +180,10 @@ def test_what_could_not_be_brought_counts_as_never_read(
     with monkeypatch.context() as patch:
         patch.setattr(obstore, "get", refused)
         with pytest.raises(ServerUnavailable, match="403"):
-            store.refresh(found)
-    assert store.last_read(found) is None
-    store.refresh(found)
-    assert store.last_read(found) is not None
+            store.refresh(bundle_lineage)
+    assert store.last_read(bundle_lineage) is None
+    store.refresh(bundle_lineage)
+    assert store.last_read(bundle_lineage) is not None
 
 
 def test_a_delta_is_published_though_nobody_can_ask_for_it_afterwards(
@@ -249,9 +249,9 @@ def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
     paths = [publish(bundle, url, number, [3]) for number in (1, 2, 3)]
     machine("second")
     assert brought(bundle, url) == [1, 2, 3]
-    asked = len(s3.asked())
+    calls_before = len(s3.asked())
     assert brought(bundle, url) == [1, 2, 3]
-    assert [key for method, key in s3.asked()[asked:] if key.endswith(".safetensors")] == []
+    assert [key for method, key in s3.asked()[calls_before:] if key.endswith(".safetensors")] == []
     second = publish(bundle, url, 4, [3])  # knows the numbers of the first machine
     machine("first")
     assert brought(bundle, url) == [1, 2, 3, 4]
@@ -278,19 +278,19 @@ def test_a_machine_brings_squashed_deltas_in_place_of_each(
     machine("first")
     for last in (4, 6):
         squash(tmp_path / "r", "m", until=last, deltas=f"{url}.deltas")
-    found = lineage(bundle)
+    bundle_lineage = lineage(bundle)
 
     def gotten() -> list[str]:
         """What is brought now, and no more when it is asked for again."""
         asked, store = len(s3.asked()), DeltaStore(f"{url}.deltas")
-        store.refresh(found)
-        seen = [
+        store.refresh(bundle_lineage)
+        names = [
             key.rpartition("/")[2] for method, key in s3.asked()[asked:] if method == "GET" and "safetensors" in key
         ]
         asked = len(s3.asked())
-        store.refresh(found)
+        store.refresh(bundle_lineage)
         assert [key for method, key in s3.asked()[asked:] if "safetensors" in key] == []
-        return sorted(seen)
+        return sorted(names)
 
     machine("up to date")
     assert gotten() == []
@@ -306,7 +306,7 @@ def test_a_machine_brings_squashed_deltas_in_place_of_each(
     squashed = squash(tmp_path / "r", "m", deltas=f"{url}.deltas").path
     machine("newer")
     assert gotten() == ["000000000008.safetensors", squashed.name]
-    assert steps_in(DeltaStore(f"{url}.deltas").folder / "m" / found.name) == [
+    assert steps_in(DeltaStore(f"{url}.deltas").folder / "m" / bundle_lineage.name) == [
         Step(6, 0),
         Step(7, 6),
         Step(8, 0),
@@ -326,9 +326,9 @@ def test_deltas_that_were_pruned_in_the_store_stay_where_a_server_may_be_at_one(
     squash(tmp_path / "r", "m", until=5, deltas=f"{url}.deltas")
     assert prune_squashed(bundle.parent, deltas=f"{url}.deltas") == 4
     machine("server")
-    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
-    folder = store.folder / "m" / found.name
-    store.bring("m", found.name, 2)  # of a server that is at 3
+    store, bundle_lineage = DeltaStore(f"{url}.deltas"), lineage(bundle)
+    folder = store.folder / "m" / bundle_lineage.name
+    store.bring("m", bundle_lineage.name, 2)  # of a server that is at 3
     assert listed(folder) == [*range(1, 8)]
     store.refresh_all(bundle.parent)  # as before a server starts
     assert Step(5, 0) in steps_in(folder)
@@ -386,8 +386,8 @@ def test_a_server_that_starts_beside_a_pruned_store_has_all(
         Engine.open(bundle, memory=WeightsMemory.LIVE) as engine,
     ):
         assert (engine.rows("t", range(1000)) == 12).all()
-        found = wait_until_applied(copies, 12)
-        assert (found.rows, found.stopped) == (3000, "")
+        status = wait_until_applied(copies, 12)
+        assert (status.rows, status.stopped) == (3000, "")
 
 
 def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repository: Path, tmp_path: Path) -> None:
@@ -401,12 +401,12 @@ def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repos
     assert prune_squashed(bundle.parent, deltas=deltas, dry_run=True) == 4
     assert len({*paths[0].parent.glob("[0-9]*")}) == 14
     assert prune_squashed(bundle.parent, deltas=deltas) == 4
-    left = {name for name in before if int(name[:12]) >= 4}
-    assert len(left) == 6
-    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == left
+    remaining = {name for name in before if int(name[:12]) >= 4}
+    assert len(remaining) == 6
+    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == remaining
     shutil.rmtree(paths[0].parent)
     DeltaStore(deltas).bring("m", paths[0].parent.name, 0, all_files=True)
-    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == left
+    assert {path.name for path in paths[0].parent.glob("[0-9]*")} == remaining
 
 
 def test_names_that_are_none_and_gaps_are_left_alone(
@@ -451,9 +451,9 @@ def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[s
     machine("second")
     assert publish_changes(tmp_path / "r", "m", model, deltas=deltas) is None
     changed_rows(model, random, lambda rows: rows // 3)
-    found = publish_changes(tmp_path / "r", "m", model, deltas=deltas)
-    assert found is not None
-    assert found.sequence == 2
+    delta = publish_changes(tmp_path / "r", "m", model, deltas=deltas)
+    assert delta is not None
+    assert delta.sequence == 2
     machine("third")
     said = tbe_export("compact", str(tmp_path / "r" / "m"), "--deltas", deltas)
     assert said.exit_code == 0, said.output
@@ -493,9 +493,9 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
         with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
 
             def row(number: int) -> float:
-                found = client.lookup({"x": [[number]]})["x"][0]
-                assert len({*found.tolist()}) == 1
-                return float(found[0])
+                values = client.lookup({"x": [[number]]})["x"][0]
+                assert len({*values.tolist()}) == 1
+                return float(values[0])
 
             assert row(3) == 1  # ready is fresh
             machine("trainer")
@@ -619,7 +619,7 @@ def test_deltas_of_a_model_on_hosts_go_through_a_store(
         with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
             answer = engine.lookup(request)
         deadline = time.monotonic() + PATIENCE_S
-        while not all(np.array_equal(client.lookup(request)[each], answer[each]) for each in answer):
+        while not all(np.array_equal(client.lookup(request)[name], answer[name]) for name in answer):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -83,8 +83,8 @@ def expected(ids: Any, dense: Any) -> dict[str, Any]:
     with torch.no_grad():
         pooled = MODULE(kjt_of(ids)).to_dict()
         embeddings = torch.cat([pooled[name] for name in ids], dim=1)
-        found = PROGRAM(embeddings, *(torch.from_numpy(dense[each.name]) for each in INPUTS))
-    return {name: each.numpy() for name, each in zip(OUTPUTS, found, strict=True)}
+        outputs = PROGRAM(embeddings, *(torch.from_numpy(dense[dense_input.name]) for dense_input in INPUTS))
+    return {name: tensor.numpy() for name, tensor in zip(OUTPUTS, outputs, strict=True)}
 
 
 def request(seed: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,10 +100,10 @@ def request(seed: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
-def assert_right(found: Any, ids: Any, dense: Any) -> None:
+def assert_right(answer: Any, ids: Any, dense: Any) -> None:
     for name, numbers in expected(ids, dense).items():
-        np.testing.assert_allclose(found[name], numbers, rtol=1e-5, atol=1e-5, err_msg=name)
-    halves = found["relation"].astype(np.int64)
+        np.testing.assert_allclose(answer[name], numbers, rtol=1e-5, atol=1e-5, err_msg=name)
+    halves = answer["relation"].astype(np.int64)
     np.testing.assert_array_equal((halves[:, 0] << 24) + halves[:, 1], dense["relation"])
 
 
@@ -151,9 +151,9 @@ def test_what_comes_once_counts_for_all_samples(served: Served) -> None:
 def test_both_clients_send_them(served: Served) -> None:
     with LookupClient(served.server.grpc, "m", 60) as client:
         assert client.info().dense == INPUTS
-        asked = [request(seed, seed % 5 + 1) for seed in range(40)]
-        answers = at_once([lambda each=each: client.score(*each) for each in asked])  # type: ignore[misc]
-        for (ids, dense), answer in zip(asked, answers, strict=True):
+        requests = [request(seed, seed % 5 + 1) for seed in range(40)]
+        answers = at_once([lambda request=request: client.score(*request) for request in requests])  # type: ignore[misc]
+        for (ids, dense), answer in zip(requests, answers, strict=True):
             assert_right(answer, ids, dense)
         ids, dense = request(50, 3)
         shared = {**dense, "relation": [2**40 + 1], "new": [[True, False]]}
@@ -163,7 +163,7 @@ def test_both_clients_send_them(served: Served) -> None:
     async def run() -> None:
         async with AsyncLookupClient(served.server.grpc, "m", 60) as client:
             for (ids, dense), answer in zip(
-                asked, await asyncio.gather(*(client.score(*each) for each in asked)), strict=True
+                requests, await asyncio.gather(*(client.score(*request) for request in requests)), strict=True
             ):
                 assert_right(answer, ids, dense)
 
@@ -216,11 +216,11 @@ def test_captured_requests_keep_them(served: Served) -> None:
         return [captured.tensors for captured in read_captured(served.captured) if captured.values == values.tolist()]
 
     until(lambda: bool(captured()), "the request is captured")
-    (found,) = captured()
+    (record,) = captured()
     for name, numbers in dense.items():
-        assert found.dense[name].dtype == numbers.dtype
-        np.testing.assert_array_equal(found.dense[name], numbers)
-    np.testing.assert_array_equal(Engine.open(served.bundle).outputs(found)["like"], expected(ids, dense)["like"])
+        assert record.dense[name].dtype == numbers.dtype
+        np.testing.assert_array_equal(record.dense[name], numbers)
+    np.testing.assert_array_equal(Engine.open(served.bundle).outputs(record)["like"], expected(ids, dense)["like"])
 
 
 def test_inspect_shows_their_dtypes_and_shapes(served: Served) -> None:
@@ -238,7 +238,7 @@ def test_bench_makes_and_checks_requests_of_them(served: Served) -> None:
         bundle.manifest, 4, Distribution(), dict.fromkeys(bundle.manifest.keys, 2.0), scores=True
     )
     assert {name: (value.dtype, value.shape) for name, value in first.dense.items()} == {
-        each.name: (each.dtype.numpy, (4, *each.shape)) for each in INPUTS
+        dense_input.name: (dense_input.dtype.numpy, (4, *dense_input.shape)) for dense_input in INPUTS
     }
     options = ("--bundle", str(served.bundle), "--scores", "--clients", "2", "--seconds", "0.4", "--repeats", "1")
     answered = tbe_serve("bench", "m", "--url", served.server.grpc, *options, "--warm-up", "0", "--check", "1")

@@ -139,11 +139,11 @@ def test_a_weight_that_is_no_number_concerns_its_own_bag_alone(tmp_path: Path, s
             ),
         }
 
-    found, expected = answer(strange), answer(1.0)
-    assert not np.isfinite(found["x"][0]).any()
-    np.testing.assert_array_equal(found["x"][1:], expected["x"][1:])
+    affected, expected = answer(strange), answer(1.0)
+    assert not np.isfinite(affected["x"][0]).any()
+    np.testing.assert_array_equal(affected["x"][1:], expected["x"][1:])
     for name in ("y", "q"):  # an id that contributes nothing, and a table that takes no weights
-        np.testing.assert_array_equal(found[name], expected[name])
+        np.testing.assert_array_equal(affected[name], expected[name])
 
 
 TORCH_DTYPES = {
@@ -169,9 +169,9 @@ def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path, dtype:
     values, lengths = flat(bags)
     kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), torch.from_numpy(values), torch.from_numpy(lengths))
     dtypes = {spec.name: TORCH_DTYPES[dtype] for spec in MIXED}
-    theirs = quantize_inference_model(torch.nn.Sequential(module), per_table_weight_dtype=dtypes)(kjt).to_dict()
+    quantized = quantize_inference_model(torch.nn.Sequential(module), per_table_weight_dtype=dtypes)(kjt).to_dict()
     for feature, rows in Engine.open(bundle).lookup(kjt).items():
-        expected = theirs[feature].numpy().astype(np.float32)
+        expected = quantized[feature].numpy().astype(np.float32)
         if sharding == "row_wise":
             np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
         else:
@@ -186,7 +186,7 @@ def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
     lengths = torch.full((2 * len(keys),), 2, dtype=torch.int32)
     weights = torch.linspace(0.5, 2.0, len(ids))
     expected = engine.lookup(KeyedJaggedTensor(keys, ids, weights=weights, lengths=lengths))
-    gaps = [torch.stack([each, each + 1], dim=1)[:, 0] for each in (ids, weights, lengths)]
+    gaps = [torch.stack([tensor, tensor + 1], dim=1)[:, 0] for tensor in (ids, weights, lengths)]
     assert not any(gap.is_contiguous() for gap in gaps)
     answer = engine.lookup(KeyedJaggedTensor(keys, gaps[0], weights=gaps[1], lengths=gaps[2]))
     for feature, rows in expected.items():
@@ -196,7 +196,7 @@ def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
 @pytest.mark.parametrize("step", [2, -1], ids=["with_gaps", "backwards"])
 @pytest.mark.parametrize("together", [1, 3])
 def test_tensors_that_do_not_lie_side_by_side_are_read_as_they_are(engine: Engine, step: int, together: int) -> None:
-    given = encode(random_bags(np.random.default_rng(3), MIXED, 4), engine.bundle.manifest.weighted_keys)
+    request = encode(random_bags(np.random.default_rng(3), MIXED, 4), engine.bundle.manifest.weighted_keys)
 
     def apart(array: Any) -> Any:
         spread = np.zeros(2 * array.size, array.dtype)[::step][: array.size]
@@ -204,8 +204,8 @@ def test_tensors_that_do_not_lie_side_by_side_are_read_as_they_are(engine: Engin
         assert not spread.flags.c_contiguous
         return spread
 
-    odd = replace(given, values=apart(given.values), lengths=apart(given.lengths))
-    expected = engine.outputs(given)[EMBEDDINGS]
+    odd = replace(request, values=apart(request.values), lengths=apart(request.lengths))
+    expected = engine.outputs(request)[EMBEDDINGS]
     for outputs in engine.answer([accept(engine.schema, odd)] * together).outcomes():
         assert isinstance(outputs, Mapping)
         np.testing.assert_array_equal(outputs[EMBEDDINGS], expected)
@@ -232,7 +232,7 @@ def test_weights_multiply_rows(repository: Path) -> None:
             bundle_reader.exported_table(bundle, spec.name),
             bags[feature],
             "SUM",
-            [each.tolist() for each in weights[feature]],
+            [bag_weights.tolist() for bag_weights in weights[feature]],
         )
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-5)
 
@@ -286,21 +286,21 @@ def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
 
 
 def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine) -> None:
-    asked: list[dict[str, list[list[int]]]] = [
+    requests: list[dict[str, list[list[int]]]] = [
         {"genres": [[3], [20]]},
         {"genres": [[3, 5], []]},
         {"words": [[1, 1000]]},
         {"genres": [[-1]]},
     ]
-    accepted = [accept(engine.schema, encode(each)) for each in asked]
-    found = engine.answer(accepted)
-    outcomes = found.outcomes()
+    accepted = [accept(engine.schema, encode(request)) for request in requests]
+    batch_answer = engine.answer(accepted)
+    outcomes = batch_answer.outcomes()
     assert [type(outcome) for outcome in outcomes] == [IdsOutside, dict, dict, IdsOutside]
-    assert list(found.positions) == [1, 2]
-    assert found.ids_outside == {"word": 1}
-    for number, outputs in zip(found.positions, found.outputs(), strict=True):
+    assert list(batch_answer.positions) == [1, 2]
+    assert batch_answer.ids_outside == {"word": 1}
+    for number, outputs in zip(batch_answer.positions, batch_answer.outputs(), strict=True):
         assert outputs.keys() == {"embeddings"}
-        (expected,) = engine.lookup(asked[number]).values()
+        (expected,) = engine.lookup(requests[number]).values()
         np.testing.assert_array_equal(outputs["embeddings"], expected)
     none = engine.answer([accepted[0], accepted[3]])
     assert [str(outcome) for outcome in none.outcomes()] == [str(outcomes[0]), str(outcomes[3])]

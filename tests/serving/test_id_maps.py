@@ -45,10 +45,12 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     modules: dict[str, Any] = {}
     specs: list[Spec] = []
     pooling = data.draw(st.sampled_from([["SUM", "MEAN"], ["NONE"]]), label="pooling")
-    for number, read in enumerate(data.draw(st.sampled_from([["a"], ["ab", "c"], ["c", "a", "b"]]), label="keys")):
+    for number, table_keys in enumerate(
+        data.draw(st.sampled_from([["a"], ["ab", "c"], ["c", "a", "b"]]), label="keys")
+    ):
         buckets = data.draw(st.integers(1, 4), label="buckets")
         rows = buckets * data.draw(st.integers(1, 40), label="rows of a bucket")
-        specs.append(Spec(f"t{number}", rows, 8, data.draw(st.sampled_from(pooling)), tuple(read)))
+        specs.append(Spec(f"t{number}", rows, 8, data.draw(st.sampled_from(pooling)), tuple(table_keys)))
         modules[f"t{number}"] = data.draw(
             st.one_of(
                 st.builds(mch, st.just(rows), st.sampled_from(POLICIES)),
@@ -64,8 +66,8 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
         )
     keys = [key for spec in specs for key in spec.features]
     seed = data.draw(st.integers(0, 1000))
-    asked = data.draw(st.permutations(keys), label="the order of keys in training")
-    module = trained(behind(modules, specs, seed=seed), seed, data.draw(st.integers(0, 5), label="steps"), asked)
+    key_order = data.draw(st.permutations(keys), label="the order of keys in training")
+    module = trained(behind(modules, specs, seed=seed), seed, data.draw(st.integers(0, 5), label="steps"), key_order)
     ranks = data.draw(st.integers(1, 3), label="ranks")
     kind = data.draw(st.sampled_from(["row_wise", "table_wise", "column_wise", "data_parallel"]))
     kind = "table_wise" if kind == "row_wise" and min(spec.rows for spec in specs) < ranks else kind
@@ -120,8 +122,8 @@ def test_weights_of_ids_are_those_that_were_sent(tmp_path: Path) -> None:
 
 def test_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
     """Tables with and without a map read one key: its ids are row numbers of the one without, and raw for the other."""
-    own = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
-    module = torch.nn.ModuleDict({"managed": managed(), "own": collection(own)})
+    specs = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
+    module = torch.nn.ModuleDict({"managed": managed(), "own": collection(specs)})
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
     assert engine.bundle.manifest.rows_of_keys["recent"] == 40
     bags = bags_of(np.random.default_rng(0), 6) | {"recent": [[1, 39], [0], [], [7], [7], [3]], "x": [[1]] * 6}

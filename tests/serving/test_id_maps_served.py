@@ -29,12 +29,12 @@ from tests.support.servers import at_once, metric, running
 
 def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
     """Requests that come together; some of them are wrong, and hurt nobody."""
-    asked = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
-    some = {key: asked[5][key] for key in ("words", "item_id")}
-    answers = at_once([partial(lookup, each) for each in [*asked, some, {"nobody": [[1]]}]])
-    for request, answer in zip(asked, answers[:24], strict=True):
+    requests = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
+    some = {key: requests[5][key] for key in ("words", "item_id")}
+    answers = at_once([partial(lookup, request) for request in [*requests, some, {"nobody": [[1]]}]])
+    for request, answer in zip(requests, answers[:24], strict=True):
         assert_right(answer, module, request)
-    whole = right(module, asked[5])
+    whole = right(module, requests[5])
     for name, answer in answers[24].items():
         assert_equal(answer, whole[name], name)
     assert isinstance(answers[25], InvalidRequest)
@@ -44,7 +44,7 @@ def check_rows(rows: Callable[[str, Any], Any], module: Any) -> None:
     """Rows of a table, by raw ids: those of bags of one id."""
     ids = [id_ for bag in bags_of(np.random.default_rng(11), 5)["user_id"] for id_ in bag]
     bags: dict[str, Bags] = {key: [[]] * len(ids) for key in KEYS}
-    expected = right(module, bags | {"user_id": [[each] for each in ids]})["user_id"]
+    expected = right(module, bags | {"user_id": [[id_] for id_ in ids]})["user_id"]
     expected = expected if isinstance(expected, torch.Tensor) else expected.values()
     np.testing.assert_array_equal(rows("user", ids), expected)
 

@@ -66,8 +66,8 @@ def bags(ids: Any) -> dict[str, list[list[int]]]:
 
 
 def remapping(module: Any) -> Any:
-    (found,) = module._managed_collision_collection._managed_collision_modules.values()
-    return found
+    (collision_module,) = module._managed_collision_collection._managed_collision_modules.values()
+    return collision_module
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -81,13 +81,13 @@ def test_ids_and_edges_are_those_of_torchrec(
     end = end_of(buckets, size)
     block = end // buckets
     edges = {0, size - 1, size, end - 1, end, -1, -(2**63), LARGEST, block - 1, block, 101, 102, 2**31, -block, -end}
-    others = np.random.default_rng(1).integers(0, size, 50).tolist()
+    random_ids = np.random.default_rng(1).integers(0, size, 50).tolist()
     identities = remapping(module)._hash_zch_identities.ravel().tolist()
-    known = [x + (row // 12 * block if divided else 0) for row, x in enumerate(identities) if x >= 0]
-    asked = {id_ for id_ in {*edges, *others, *known, *range(min(size, 200))} if -(2**63) <= id_ <= LARGEST}
-    taken = sorted(id_ for id_ in asked if 0 <= id_ < end)
-    assert_right(engine.lookup(bags(taken)), module, bags(taken))
-    for id_ in sorted(asked - {*taken}):
+    known_ids = [x + (row // 12 * block if divided else 0) for row, x in enumerate(identities) if x >= 0]
+    ids = {id_ for id_ in {*edges, *random_ids, *known_ids, *range(min(size, 200))} if -(2**63) <= id_ <= LARGEST}
+    inside = sorted(id_ for id_ in ids if 0 <= id_ < end)
+    assert_right(engine.lookup(bags(inside)), module, bags(inside))
+    for id_ in sorted(ids - {*inside}):
         with pytest.raises(IndexError):
             right(module, {"x": [[id_]], "y": [[]]})
         with pytest.raises(IdsOutside) as refused:
@@ -126,11 +126,11 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     kind = "table_wise" if rows < ranks else kind
     sharding = Sharding(ranks=ranks, types={"*": kind}) if ranks > 1 else Sharding()
     engine = opened(module, tmp_path_factory.mktemp("random"), ExportConfig(dtype=FP32.dtype, sharding=sharding))
-    asked = {
+    request = {
         "x": data.draw(st.lists(st.lists(ids, max_size=5), min_size=3, max_size=3)),
         "y": [[-5], [], [LARGEST, 7]],
     }
-    assert_right(engine.lookup(asked), module, asked)
+    assert_right(engine.lookup(request), module, request)
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -138,20 +138,20 @@ def test_what_is_known_is_not_what_is_unknown(divided: bool, tmp_path: Path) -> 
     """The oracle says something: known ids are off the row of their hash, and the map has no marks of empty rows."""
     module = dealt(3, 100, divided)
     part = remapping(module)
-    kept = part._hash_zch_identities.clone()
-    assert (kept == -1).any()
+    identities = part._hash_zch_identities.clone()
+    assert (identities == -1).any()
     engine = opened(module, tmp_path)
     (table,) = engine.bundle.manifest.tables
     assert table.id_map is not None
-    assert table.id_map.known == int((kept != -1).sum()) > 15
+    assert table.id_map.known == int((identities != -1).sum()) > 15
     maps = IdMaps.of(engine.bundle.path, engine.bundle.manifest)
     assert maps is not None
-    known = known_of_keys(maps.known, engine.bundle.manifest)["x"]
-    assert known.size == table.id_map.known
-    assert 0 <= known.min() < known.max() < 102
-    before = right(module, bags(known))["x"]
+    known_ids = known_of_keys(maps.known, engine.bundle.manifest)["x"]
+    assert known_ids.size == table.id_map.known
+    assert 0 <= known_ids.min() < known_ids.max() < 102
+    before = right(module, bags(known_ids))["x"]
     part._hash_zch_identities.fill_(-1)
-    assert not torch.equal(before, right(module, bags(known))["x"])
+    assert not torch.equal(before, right(module, bags(known_ids))["x"])
 
 
 def test_nothing_is_known_before_training(tmp_path: Path) -> None:
@@ -175,9 +175,9 @@ def test_a_checkpoint_is_exported_as_the_module_is(pooling: str, tmp_path: Path)
     module = dealt(pooling=pooling)
     expected = export_model(module, tmp_path / "module", "m")
     checkpoint = save_dcp(module.state_dict(), tmp_path)
-    found = export_model(undealt(pooling=pooling), tmp_path / "r", "m", checkpoint=checkpoint)
-    assert open_bundle(found).manifest.tables == open_bundle(expected).manifest.tables
-    assert (found / IDS).read_bytes() == (expected / IDS).read_bytes()
+    bundle = export_model(undealt(pooling=pooling), tmp_path / "r", "m", checkpoint=checkpoint)
+    assert open_bundle(bundle).manifest.tables == open_bundle(expected).manifest.tables
+    assert (bundle / IDS).read_bytes() == (expected / IDS).read_bytes()
     other = behind({"dealt": zch(36, 2, input_hash_size=100)}, [Spec("dealt", 36, 8, pooling, ("x", "y"))])
     with pytest.raises(CheckpointError, match="expected a checkpoint of 2 buckets, as the module has, got one of 3"):
         export_model(other, tmp_path / "r", "m", checkpoint=checkpoint)
@@ -257,25 +257,25 @@ def test_tables_that_take_other_ids_read_one_key(tmp_path: Path) -> None:
     assert manifest.rows_of_keys == {"x": 50, "y": 102}
     maps = IdMaps.of(engine.bundle.path, manifest)
     assert maps is not None
-    known = known_of_keys(maps.known, manifest)
-    assert known["x"].max() < 50 <= known["y"].max()
-    probe = make_probe(manifest, known)
+    known_ids = known_of_keys(maps.known, manifest)
+    assert known_ids["x"].max() < 50 <= known_ids["y"].max()
+    probe = make_probe(manifest, known_ids)
     ends = probe.lengths.reshape(2, -1).sum(axis=1).cumsum()
     for ids, end in zip(np.split(probe.values, ends[:1]), (50, 102), strict=True):
         assert (ids.min(), ids.max()) == (0, end - 1)
     assert all(parity.trained is not None for parity in manifest.parity)
-    asked = {"x": [[0, 49], [3]], "y": [[101], [7, 7]]}
-    answer = engine.lookup(asked)
+    request = {"x": [[0, 49], [3]], "y": [[101], [7, 7]]}
+    answer = engine.lookup(request)
     for name, part in module.items():
-        expected = right(part, asked)
+        expected = right(part, request)
         for table in manifest.tables:
             for feature in manifest.features:
                 if feature.table == table.name and (table.name == "dealt") == (name == "first"):
                     assert_equal(answer[feature.name], expected[feature.key], feature.name)
     with pytest.raises(IdsOutside, match=r"feature 'x@other': expected an id in \[0, 50\), got 50 for sample 0"):
-        engine.lookup(asked | {"x": [[50], []]})
+        engine.lookup(request | {"x": [[50], []]})
     with pytest.raises(IdsOutside, match=r"feature 'y@dealt': expected an id in \[0, 102\), got -1 for sample 1"):
-        engine.lookup(asked | {"y": [[], [-1]]})
+        engine.lookup(request | {"y": [[], [-1]]})
 
 
 @pytest.mark.long
@@ -287,7 +287,7 @@ def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
         good = [bags(range(start, start + 8)) for start in range(20)]
         bad: list[Any] = [{"x": [[5, 102]], "y": [[3, -1]]}, {"x": [[0]], "y": [[-1]]}]
-        answers = at_once([partial(client.lookup, each) for each in [*good, *bad]])
+        answers = at_once([partial(client.lookup, request) for request in [*good, *bad]])
         for request, answer in zip(good, answers[:20], strict=True):
             assert_right(answer, module, request)
         assert [type(answer) for answer in answers[20:]] == [InvalidRequest] * 2

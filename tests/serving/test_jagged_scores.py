@@ -140,27 +140,27 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, shared: list[str
     )
     right = expected(MODULE, repeated, every)
     assert_scores(engine.score(short, inputs, shared=shared), right)
-    others = [random_histories(random, number) for number in range(3)]
-    answers = together(engine, [asked(*others[1]), asked(short, inputs, shared), asked(*others[2])])
+    neighbours = [random_histories(random, number) for number in range(3)]
+    answers = together(engine, [asked(*neighbours[1]), asked(short, inputs, shared), asked(*neighbours[2])])
     assert_scores(answers[1], right)
-    for other, answer in zip(others[1:], answers[::2], strict=True):
+    for other, answer in zip(neighbours[1:], answers[::2], strict=True):
         assert_scores(answer, expected(MODULE, *other))
 
 
 def test_samples_are_scored_some_at_a_time(engine: Engine, fixed: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
     run = DenseProgram._run
 
     def spy(self: DenseProgram, embeddings: Any, inputs: Any) -> Any:
-        seen.append(len(embeddings))
+        sizes.append(len(embeddings))
         return run(self, embeddings, inputs)
 
     monkeypatch.setattr(dense_program, "SLICE", 3)
     monkeypatch.setattr(DenseProgram, "_run", spy)
     check(engine, MODULE)
-    assert max(seen) == 3, "some were not cut"
+    assert max(sizes) == 3, "some were not cut"
     assert fixed.score(of_recent([[n, 2, 3] for n in range(8)]))["ids"].tolist() == [[n, 2, 3] for n in range(8)]
-    assert seen[-3:] == [3, 3, 2]
+    assert sizes[-3:] == [3, 3, 2]
 
 
 def test_samples_that_meet_are_scored_with_their_own_request(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_raw_ids_are_seen_raw_and_read_the_rows_of_their_map(tmp_path: Path) -> 
     scores = Engine.open(bundle).score({"user_id": [[1], [], [2]], "genres": [[], [1], []], "recent": raw})
     with torch.no_grad():
         answer, _ = module.rows.eval()(raw_kjt_of({"recent": raw}))
-    rows = [each.sum(0).numpy() for each in answer["recent"].to_dense()]
+    rows = [bag_rows.sum(0).numpy() for bag_rows in answer["recent"].to_dense()]
     np.testing.assert_allclose(scores["sum"], rows, rtol=1e-5, atol=1e-5)
     assert scores["bits"].tolist() == [sum(id_ & 0xFF for id_ in bag) for bag in raw]
 
@@ -285,15 +285,15 @@ def test_one_request_takes_one_call_and_is_answered_as_by_several(
             bags = {key: bags[key] for key in SEQUENCES}
         if number % 3 == 0:  # some of the keys have no ids at all, or none has
             bags |= {key: [[]] * (number % 5) for key in random.permutation([*bags])[: number // 3]}
-        asked = replace(encode(bags), outputs=tuple(outputs))
-        found = engine.answer([accept(engine.schema, asked)])
-        calls.append(len(found.batches))
+        request = replace(encode(bags), outputs=tuple(outputs))
+        answered = engine.answer([accept(engine.schema, request)])
+        calls.append(len(answered.batches))
         with monkeypatch.context() as patch:
             patch.setattr(sequences_module, "_SHARED_NUMBERS", 0)
-            apart = engine.answer([accept(engine.schema, asked)])
+            apart = engine.answer([accept(engine.schema, request)])
         assert len(apart.batches) > 1 or model is OfRowsAlone or not number % 5
         for name, numbers in apart.outputs()[0].items():
-            np.testing.assert_array_equal(found.outputs()[0][name], numbers, err_msg=f"{name} of {number}")
+            np.testing.assert_array_equal(answered.outputs()[0][name], numbers, err_msg=f"{name} of {number}")
     assert calls == [1 if number % 5 else calls[0] for number in range(40)]
 
 
@@ -392,8 +392,13 @@ def test_wrong_lengths_are_refused_before_they_are_used(engine: Engine, lengths:
 def bytes_of(bags: Mapping[str, Any], recent: int = 1) -> int:
     """Of the jagged inputs; those of `recent` count so often."""
     ids = {name: sum(map(len, column)) for name, column in bags.items()}
-    own = ids["recent"] * (32 * 4 + 8) + len(bags["recent"]) * 4
-    return own * recent + ids["words"] * 32 * 4 + ids["genres"] * 8 + 4 * (len(bags["words"]) + len(bags["genres"]))
+    recent_bytes = ids["recent"] * (32 * 4 + 8) + len(bags["recent"]) * 4
+    return (
+        recent_bytes * recent
+        + ids["words"] * 32 * 4
+        + ids["genres"] * 8
+        + 4 * (len(bags["words"]) + len(bags["genres"]))
+    )
 
 
 def test_what_scores_are_made_of_is_limited_for_a_request_and_a_group(engine: Engine) -> None:
@@ -438,7 +443,7 @@ def test_a_program_that_needs_ids_is_loaded_and_fails_alone_without(tmp_path: Pa
     answerer = Answerer(engine, ServingSettings(), metrics, None, log.append, lambda _: None)
     bags: list[Any] = [[[1, 9]], [[]], [[2]]]
     requests = [replace(encode(of_recent(recent)), outputs=("score",)) for recent in bags]
-    first, failed, last = answerer.answer(requests, lambda each: each, lambda _: False)
+    first, failed, last = answerer.answer(requests, lambda tensors: tensors, lambda _: False)
     assert isinstance(failed, InternalError)
     assert "lookup failed" in log[0]
     assert first["score"][0] - last["score"][0] == pytest.approx(7, abs=1e-3)  # type: ignore[index]
@@ -460,7 +465,10 @@ def test_a_probe_is_scored_by_the_program_alone(engine: Engine) -> None:
     lengths = {name: np.array([len(bag) for bag in column], np.int32) for name, column in bags.items()}
     of: dict[JaggedKind, Any] = {JaggedKind.LENGTHS: lengths, JaggedKind.IDS: ids}
     jagged = [
-        answer[each.name].values if each.kind is JaggedKind.ROWS else of[each.kind][each.name] for each in part.jagged
+        answer[jagged_input.name].values
+        if jagged_input.kind is JaggedKind.ROWS
+        else of[jagged_input.kind][jagged_input.name]
+        for jagged_input in part.jagged
     ]
     pooled = np.concatenate([answer["user_id"], answer["genres"]], axis=1)
     (scores,) = DenseProgram(engine.bundle, scoring_schema(engine.bundle.manifest, part)).score(

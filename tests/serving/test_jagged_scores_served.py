@@ -45,17 +45,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def check_client(client: LookupClient) -> None:
     """Scores of all lengths and lookups at once, and requests that are refused among them."""
     random = np.random.default_rng(0)
-    asked = [random_histories(random, number % 6, longest=number % 5 * 4) for number in range(48)]
-    bad = [({**bags, "words": [[1000]] * len(bags["words"])}, dense) for bags, dense in asked[1:6]]
-    calls: list[Any] = [partial(client.score, *each) for each in asked]
-    calls += [partial(client.score, *each) for each in bad]
-    calls += [partial(client.lookup, bags) for bags, _ in asked[:8]]
+    requests = [random_histories(random, number % 6, longest=number % 5 * 4) for number in range(48)]
+    bad = [({**bags, "words": [[1000]] * len(bags["words"])}, dense) for bags, dense in requests[1:6]]
+    calls: list[Any] = [partial(client.score, *request) for request in requests]
+    calls += [partial(client.score, *request) for request in bad]
+    calls += [partial(client.lookup, bags) for bags, _ in requests[:8]]
     answers = at_once(calls)
-    for request, answer in zip(asked, answers, strict=False):
+    for request, answer in zip(requests, answers, strict=False):
         assert_scores(answer, expected(MODULE, *request))
     for refused in answers[48:53]:
         assert isinstance(refused, InvalidRequest), refused
-    for (bags, _), answer in zip(asked, answers[53:], strict=False):
+    for (bags, _), answer in zip(requests, answers[53:], strict=False):
         assert_mixed(answer, MODULE, bags)
 
 
@@ -81,9 +81,9 @@ def test_clients_score_sequences_merged_with_others(served: Served) -> None:
 
     async def run() -> None:
         async with AsyncLookupClient(served.server.grpc, "m", 60) as client:
-            asked = [random_histories(np.random.default_rng(seed), seed) for seed in range(1, 9)]
-            answers = await asyncio.gather(*(client.score(*each) for each in asked))
-            for request, answer in zip(asked, answers, strict=True):
+            requests = [random_histories(np.random.default_rng(seed), seed) for seed in range(1, 9)]
+            answers = await asyncio.gather(*(client.score(*request) for request in requests))
+            for request, answer in zip(requests, answers, strict=True):
                 assert_scores(answer, expected(MODULE, *request))
 
     asyncio.run(run())
@@ -141,11 +141,11 @@ def test_of_a_lost_host_scores_that_need_its_rows_fail_alone_or_are_made_of_zero
     ):
         assert_scores(client.score(bags, dense), expected(MODULE, bags, dense))
         lose(served.servers[lost])
-        answers = at_once([partial(client.score, each, dense) for each in (bags, without) * 4])
+        answers = at_once([partial(client.score, features, dense) for features in (bags, without) * 4])
         for needs, needs_none in zip(answers[::2], answers[1::2], strict=True):
             assert isinstance(needs, HostUnavailable | ServerUnavailable), needs
             assert "tables 'item': host" in str(needs)
             assert_scores(needs_none, expected(MODULE, without, dense))
-        found, right = engine.score(bags, dense), expected(MODULE, bags, dense)
-        assert not found["attended"].any()
-        assert_scores(found, {**right, "attended": np.zeros((3, 32))})
+        scores, right = engine.score(bags, dense), expected(MODULE, bags, dense)
+        assert not scores["attended"].any()
+        assert_scores(scores, {**right, "attended": np.zeros((3, 32))})

@@ -42,11 +42,11 @@ def hashed(random: np.random.Generator, samples: int) -> dict[str, Bags]:
     return {feature: bags(spec) for spec in MIXED for feature in spec.features}
 
 
-def assert_right(answer: Any, asked: dict[str, Bags]) -> None:
+def assert_right(answer: Any, request: dict[str, Bags]) -> None:
     tables = float_tables(collection(MIXED))
     for spec in MIXED:
         for feature in spec.features:
-            rows = [[id_ % spec.rows for id_ in bag] for bag in asked[feature]]
+            rows = [[id_ % spec.rows for id_ in bag] for bag in request[feature]]
             expected = oracle.pool(tables[spec.name], rows, spec.pooling)
             np.testing.assert_allclose(answer[feature], expected, rtol=1e-5, atol=1e-5)
 
@@ -64,18 +64,18 @@ def test_in_this_process(sharding: Sharding, tmp_path: Path) -> None:
     assert open_bundle(bundle).manifest.requires == (Capability.MODULO,)
     engine = Engine.open(bundle)
     for seed in range(5):
-        asked = hashed(np.random.default_rng(seed), 7)
-        assert_right(engine.lookup(asked), asked)
+        request = hashed(np.random.default_rng(seed), 7)
+        assert_right(engine.lookup(request), request)
     assert tbe_export("verify", str(bundle)).exit_code == 0
     assert "modulo" in tbe_export("inspect", str(bundle)).stdout
 
 
 def check_served(lookup: Callable[[Any], Any]) -> None:
     """Requests that come together, some of them wrong."""
-    asked = [hashed(np.random.default_rng(seed), 1 + seed % 9) for seed in range(24)]
+    requests = [hashed(np.random.default_rng(seed), 1 + seed % 9) for seed in range(24)]
     bad = hashed(np.random.default_rng(99), 2) | {"genres": [[20], []]}
-    answers = at_once([partial(lookup, each) for each in [*asked, bad, bad]])
-    for request, answer in zip(asked, answers[:-2], strict=True):
+    answers = at_once([partial(lookup, request) for request in [*requests, bad, bad]])
+    for request, answer in zip(requests, answers[:-2], strict=True):
         assert_right(answer, request)
     for refused in answers[-2:]:
         assert isinstance(refused, InvalidRequest)
@@ -109,5 +109,5 @@ def test_over_hosts(tmp_path: Path) -> None:
     ):
         check_served(client.lookup)
         with Engine.open(served.bundle, served.hosts) as engine:
-            asked = hashed(np.random.default_rng(7), 5)
-            assert_right(engine.lookup(asked), asked)
+            request = hashed(np.random.default_rng(7), 5)
+            assert_right(engine.lookup(request), request)

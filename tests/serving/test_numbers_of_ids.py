@@ -62,7 +62,7 @@ def test_what_was_exported_says_what_its_rows_are(bundle: Path) -> None:
     assert part is not None
     assert not part.mixes_samples, part.mixed_by
     keys = {"session.now": None, "session.times": "seen", "session.paid": "seen"}
-    assert {each.name: each.key for each in part.inputs} == keys
+    assert {dense_input.name: dense_input.key for dense_input in part.inputs} == keys
     assert {output.name: output.key for output in part.outputs} == {"user": None, "score": "target", "odd": "seen"}
     assert part.together == (("seen", "bought_in"),)
     printed = tbe_export("inspect", str(bundle)).stdout
@@ -73,21 +73,21 @@ def test_what_was_exported_says_what_its_rows_are(bundle: Path) -> None:
 
 def test_requests_are_scored_alone_and_together(engine: Engine) -> None:
     random = np.random.default_rng(2)
-    asked = [ask(random, number % 5, longest=number % 4) for number in range(24)]
-    for bags, dense in asked:
+    requests = [ask(random, number % 5, longest=number % 4) for number in range(24)]
+    for bags, dense in requests:
         assert_right(engine.score(bags, dense), expected(bags, dense))
-    answers = together(engine, asked)
-    for (bags, dense), answer in zip(asked, answers, strict=True):
+    answers = together(engine, requests)
+    for (bags, dense), answer in zip(requests, answers, strict=True):
         assert_right(answer, expected(bags, dense))
 
 
-def together(engine: Engine, asked: Sequence[Asked], shared: Sequence[Sequence[str]] = ()) -> list[Any]:
+def together(engine: Engine, calls: Sequence[Asked], shared: Sequence[Sequence[str]] = ()) -> list[Any]:
     part = engine.bundle.manifest.dense_part
     assert part is not None
     names = [output.name for output in part.outputs]
     requests = [
-        replace(encode(bags, (), each), outputs=names, dense=encode_dense(part.inputs, dense))
-        for (bags, dense), each in zip(asked, shared or [()] * len(asked), strict=True)
+        replace(encode(bags, (), shared_names), outputs=names, dense=encode_dense(part.inputs, dense))
+        for (bags, dense), shared_names in zip(calls, shared or [()] * len(calls), strict=True)
     ]
     return engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
 
@@ -96,14 +96,14 @@ def together(engine: Engine, asked: Sequence[Asked], shared: Sequence[Sequence[s
 def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObject) -> None:
     """Its numbers come once with it; and its scores are those of the same request with all of it repeated."""
     random = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
-    asked, shared, right = [], [], []
+    requests, shared, right = [], [], []
     for _ in range(data.draw(st.integers(1, 4), label="requests")):
         samples = data.draw(st.integers(0, 4), label="samples")
         bags, dense = ask(random, samples)
         user, of_user = ask(random, 1)
         whole = data.draw(st.sampled_from([(), ("seen", "bought_in"), ("target",), tuple(bags)]), label="once")
         by_id = ("session.times", "session.paid") if "seen" in whole else ()
-        asked.append(
+        requests.append(
             (
                 {key: (user if key in whole else bags)[key] for key in bags},
                 {name: (of_user if name in by_id else dense)[name] for name in dense},
@@ -116,9 +116,9 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObj
                 {name: of_user[name] * samples if name in by_id else dense[name] for name in dense},
             )
         )
-    for (bags, dense), names, numbers in zip(asked, shared, right, strict=True):
+    for (bags, dense), names, numbers in zip(requests, shared, right, strict=True):
         assert_right(engine.score(bags, dense, shared=names), numbers)
-    for answer, numbers in zip(together(engine, asked, shared), right, strict=True):
+    for answer, numbers in zip(together(engine, requests, shared), right, strict=True):
         assert_right(answer, numbers)
 
 
@@ -175,7 +175,9 @@ def test_what_has_other_rows_is_refused_by_name(engine: Engine, server: Running,
     }
     other_bags, other_dense, why = WRONG[wrong]
     bags, dense = {**bags, **other_bags}, {**dense, **other_dense}
-    bags, dense = ({name: each for name, each in inputs.items() if each is not None} for inputs in (bags, dense))
+    bags, dense = (
+        {name: values for name, values in inputs.items() if values is not None} for inputs in (bags, dense)
+    )
     with pytest.raises(InvalidRequest, match=why):
         engine.score(bags, dense)
     with (
@@ -193,41 +195,41 @@ def test_numbers_come_once_with_their_key_alone(engine: Engine) -> None:
 
 def test_clients_score_merged_with_others(server: Running) -> None:
     random = np.random.default_rng(6)
-    asked = [ask(random, number % 5, longest=number % 6) for number in range(40)]
+    requests = [ask(random, number % 5, longest=number % 6) for number in range(40)]
     bad = [
         ({**bags, "bought_in": [[1], *bags["seen"][1:]]}, dense)
-        for bags, dense in asked
+        for bags, dense in requests
         if len(bags["seen"][:1]) and len(bags["seen"][0]) > 1
     ]
     with LookupClient(server.grpc, "m", 60) as client:
-        calls: list[Any] = [partial(client.score, *each) for each in (*asked, *bad)]
-        calls += [partial(client.lookup, bags) for bags, _ in asked[1:5]]
+        calls: list[Any] = [partial(client.score, *request) for request in (*requests, *bad)]
+        calls += [partial(client.lookup, bags) for bags, _ in requests[1:5]]
         answers = at_once(calls)
-        for request, found in zip(asked, answers, strict=False):
-            assert_right(found, expected(*request))
+        for request, answer in zip(requests, answers, strict=False):
+            assert_right(answer, expected(*request))
         assert bad
-        for refused in answers[len(asked) : len(asked) + len(bad)]:
+        for refused in answers[len(requests) : len(requests) + len(bad)]:
             assert isinstance(refused, InvalidRequest), refused
-        for (bags, _), found in zip(asked[1:], answers[len(asked) + len(bad) :], strict=False):
+        for (bags, _), answer in zip(requests[1:], answers[len(requests) + len(bad) :], strict=False):
             with torch.no_grad():
                 rows = MODULE.rows(kjt_of(bags))
             for key in bags:
-                np.testing.assert_array_equal(found[key].values, rows[key].values().numpy())
+                np.testing.assert_array_equal(answer[key].values, rows[key].values().numpy())
         user, dense = ask(random, 1)
         items = {**user, "target": [[number] for number in range(30)]}
         many = {**dense, "session.now": dense["session.now"] * 30}
-        found = client.score(items, many, shared=["seen", "bought_in"])
+        answer = client.score(items, many, shared=["seen", "bought_in"])
         repeated = {**{key: user[key] * 30 for key in user}, "target": items["target"]}
         by_id = {name: dense[name] * 30 for name in ("session.times", "session.paid")}
-        assert_right(found, expected(repeated, {**many, **by_id}))
-        assert [*client.score(*asked[3], outputs=["score"])] == ["score"]
+        assert_right(answer, expected(repeated, {**many, **by_id}))
+        assert [*client.score(*requests[3], outputs=["score"])] == ["score"]
 
     async def run() -> None:
         async with AsyncLookupClient(server.grpc, "m", 60) as client:
-            for request, found in zip(
-                asked, await asyncio.gather(*(client.score(*each) for each in asked)), strict=True
+            for request, answer in zip(
+                requests, await asyncio.gather(*(client.score(*request) for request in requests)), strict=True
             ):
-                assert_right(found, expected(*request))
+                assert_right(answer, expected(*request))
 
     asyncio.run(run())
 
@@ -276,8 +278,8 @@ def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle:
     assert shown.returncode == 0, shown.stderr
     captured = bundle.parent.parent.parent / "captured" / "m.jsonl"
     until(captured.exists, "the request was captured")
-    taken = [each.tensors for each in read_captured(captured)]
-    assert any(each.dense.keys() == dense.keys() for each in taken)
+    captured_tensors = [record.tensors for record in read_captured(captured)]
+    assert any(tensors.dense.keys() == dense.keys() for tensors in captured_tensors)
     common = ("--clients", "2", "--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--check", "1")
     for options in (("--scores",), ("--replay", str(captured), "--max-errors", "1")):
         done = tbe_serve("bench", "m", "--url", server.grpc, "--bundle", str(bundle), *options, *common)
@@ -299,7 +301,9 @@ def test_over_hosts(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, types=types)
     router = export_hosts(tmp_path, MODULE, replace(EXACT, sharding=sharding, example=example()))
     random = np.random.default_rng(8)
-    asked = [ask(random, number % 4) for number in range(16)]
+    requests = [ask(random, number % 4) for number in range(16)]
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 60) as client:
-        for request, answer in zip(asked, at_once([partial(client.score, *each) for each in asked]), strict=True):
+        for request, answer in zip(
+            requests, at_once([partial(client.score, *request) for request in requests]), strict=True
+        ):
             assert_right(answer, expected(*request))

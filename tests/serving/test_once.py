@@ -92,16 +92,16 @@ def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], shared: Sequence[
             }
             for key, column in pairs.items()
         }
-    found: dict[str, list[Any]] = {EMBEDDINGS: [], SHARED: [], SEQUENCES: []}
+    outputs: dict[str, list[Any]] = {EMBEDDINGS: [], SHARED: [], SEQUENCES: []}
     feature_set = engine.schema.select(tuple(bags))
     answer = engine.lookup(pairs)
     for feature, key in zip(feature_set.names, feature_set.key_of, strict=True):
         rows = answer[feature]
         if isinstance(rows, JaggedRows):
-            found[SEQUENCES].append((rows.rows(0) if key in shared else rows.values).ravel())
+            outputs[SEQUENCES].append((rows.rows(0) if key in shared else rows.values).ravel())
         else:
-            found[SHARED if key in shared else EMBEDDINGS].append(rows[: 1 if key in shared else samples])
-    return {name: np.concatenate(parts, axis=-1) for name, parts in found.items() if parts}
+            outputs[SHARED if key in shared else EMBEDDINGS].append(rows[: 1 if key in shared else samples])
+    return {name: np.concatenate(parts, axis=-1) for name, parts in outputs.items() if parts}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -111,17 +111,17 @@ def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tm
     bundle = export_model(make(), tmp_path / "r", "m", config)
     engine = Engine.open(bundle)
     random = np.random.default_rng(0)
-    asked = []
+    cases = []
     for number in range(40):
         samples = number % 5
         user, items = draw(random, 1), draw(random, samples)
         keys = random.permutation([*items])[: random.integers(1, len(items) + 1)].tolist()
         shared = random.permutation(keys)[: random.integers(0, len(keys) + 1)].tolist()
         bags = {key: user[key] if key in shared else items[key] for key in keys}
-        asked.append((bags, shared, 1 if len(shared) == len(keys) else samples))
-    requests = [request_of(bags, shared, engine.schema.weighted) for bags, shared, _ in asked]
+        cases.append((bags, shared, 1 if len(shared) == len(keys) else samples))
+    requests = [request_of(bags, shared, engine.schema.weighted) for bags, shared, _ in cases]
     for (bags, shared, samples), request, outcome in zip(
-        asked, requests, merged_answers(bundle, requests), strict=True
+        cases, requests, merged_answers(bundle, requests), strict=True
     ):
         expected, alone = outputs_of_pairs(engine, bags, shared, samples), engine.outputs(request)
         assert outcome.keys() == alone.keys() == expected.keys()
@@ -137,13 +137,15 @@ def test_a_ranking_request_is_answered_as_torchrec_answers_each_pair(tmp_path: P
     random = np.random.default_rng(3)
     user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 9)
     shared = ["genres", "recent"]
-    asked = {key: user[key] if key in shared else items[key] for key in ("words", "genres", "user_id", "recent")}
-    answer = engine.lookup(asked, shared=shared)
-    assert list(answer) == list(asked)
+    request = {key: user[key] if key in shared else items[key] for key in ("words", "genres", "user_id", "recent")}
+    answer = engine.lookup(request, shared=shared)
+    assert list(answer) == list(request)
     assert (answer["genres"].shape, len(answer["recent"])) == ((1, 8), 1)
     for sample in range(9):
-        each = {key: column[:1] if key in shared else column[sample : sample + 1] for key, column in asked.items()}
-        pair = kjt_of({"seen": [[]], **each})
+        sample_features = {
+            key: column[:1] if key in shared else column[sample : sample + 1] for key, column in request.items()
+        }
+        pair = kjt_of({"seen": [[]], **sample_features})
         with torch.no_grad():
             sums, rows = module.pooled(pair).to_dict(), module.rows(pair)
         np.testing.assert_allclose(answer["genres"], sums["genres"], rtol=1e-6, atol=1e-6)
@@ -179,14 +181,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, why: str | None, mixed: Path) -> None:
     engine = Engine.open(mixed)
     sizes = np.array(lengths, np.int32)
-    asked = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
+    request = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
     if why is None:
-        assert {name: output.shape for name, output in engine.outputs(asked).items()} == {
+        assert {name: output.shape for name, output in engine.outputs(request).items()} == {
             EMBEDDINGS: (2, 8), SHARED: (1, 16), SEQUENCES: (3 * 32,)
         }  # fmt: skip
         return
     with pytest.raises(InvalidRequest, match=why.replace("(", "\\(")):
-        engine.outputs(asked)
+        engine.outputs(request)
 
 
 def test_ids_are_named_by_where_they_lie(mixed: Path, tmp_path: Path) -> None:
@@ -203,8 +205,8 @@ def test_limits_count_what_comes_once_once(mixed: Path) -> None:
     limits = ServingSettings(max_request_ids=8, max_request_samples=3, max_sequence_bytes=4 * 128)
     bags: dict[str, Bags] = {"recent": [[1, 2, 3, 4]], "user_id": [[1], [2], [3]]}
     fits, too_long, too_many = (
-        request_of(each, ["recent"], False)
-        for each in (bags, {**bags, "recent": [[1] * 5]}, {**bags, "user_id": [[1]] * 4})
+        request_of(features, ["recent"], False)
+        for features in (bags, {**bags, "recent": [[1] * 5]}, {**bags, "user_id": [[1]] * 4})
     )
     outcomes = merged_answers(mixed, [fits, too_long, too_many], limits)
     assert outcomes[0][SEQUENCES].size == 4 * 32
@@ -229,7 +231,7 @@ def test_what_clients_cannot_send_is_refused(shared: Any, features: Any, why: st
         engine.lookup(features, shared=shared)
 
 
-def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
+def kjt(strides: Sequence[int], **options: Any) -> KeyedJaggedTensor:
     """user_id and genres, one id in each bag."""
     bags = sum(strides)
     return KeyedJaggedTensor(
@@ -237,12 +239,12 @@ def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
         torch.arange(bags),
         lengths=torch.ones(bags, dtype=torch.int32),
         stride_per_key_per_rank=[[stride] for stride in strides],
-        **others,
+        **options,
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "shared", "why"),
+    ("features", "shared", "why"),
     [
         (kjt([2, 2]), ["user_id"], "feature 'user_id': expected one bag, because it comes once, got 2"),
         (kjt([1, 3]), ["genres"], "feature 'genres': expected one bag, because it comes once, got 3"),
@@ -259,10 +261,12 @@ def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
     ],
     ids=["too_many", "the_other", "not_named", "inverse"],
 )
-def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(given: Any, shared: Any, why: str, mixed: Path) -> None:
+def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(
+    features: Any, shared: Any, why: str, mixed: Path
+) -> None:
     """Else bags would be those of another key."""
     with pytest.raises(InvalidRequest, match=why):
-        Engine.open(mixed).lookup(given, shared=shared)
+        Engine.open(mixed).lookup(features, shared=shared)
 
 
 def test_a_kjt_with_a_batch_size_for_each_key_is_answered(mixed: Path) -> None:
@@ -287,7 +291,7 @@ def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> 
     empty = engine.score(
         none, {name: rows[:1] if name in shared else rows[:0] for name, rows in dense.items()}, shared=shared
     )
-    assert {len(each) for each in empty.values()} == {0}
+    assert {len(numbers) for numbers in empty.values()} == {0}
 
 
 def test_where_all_ids_are_the_user_s_dense_inputs_say_how_many_samples(tmp_path: Path) -> None:

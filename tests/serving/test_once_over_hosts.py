@@ -39,9 +39,9 @@ def test_through_a_router(tmp_path: Path) -> None:
             with pytest.raises(ServerUnavailable, match=f"host {host} "):
                 client.score(bags, dense, shared=shared)
             named = []
-            for asked in (partial(client.lookup, whole), partial(client.lookup, bags, shared=shared)):
+            for call in (partial(client.lookup, whole), partial(client.lookup, bags, shared=shared)):
                 with pytest.raises(ServerUnavailable, match=r"tables .*: host ") as refused:
-                    asked()
+                    call()
                 named.append(str(refused.value).partition("tables ")[2].partition(": host ")[0])
             assert named[0] == named[1]
             break

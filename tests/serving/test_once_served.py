@@ -50,7 +50,8 @@ def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) ->
     parameters = {"features": "user_id,genres,recent", "once": "user_id,recent"}
     with triton.InferenceServerClient(server.grpc) as client:
         outputs = {
-            each["name"]: each["dims"] for each in client.get_model_config("m", as_json=True)["config"]["output"]
+            output["name"]: output["dims"]
+            for output in client.get_model_config("m", as_json=True)["config"]["output"]
         }
         assert outputs == {"embeddings": ["-1", "-1"], "sequences": ["-1"], "once": ["-1", "-1"]}
         response = client.infer("m", inputs, parameters=parameters)
@@ -123,9 +124,9 @@ def test_by_json_lines(server: Server, modules: Any) -> None:
     assert "'genres': expected as many samples as 'user_id' has, 1, got 2: what comes once and counts" in done.stderr
 
     bags, dense, shared_keys, expected = pairs(modules["dcn"], 1, 3)
-    asked = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})
-    named = (each for name in shared_keys for each in ("--shared", name))
-    done = tbe_serve("score", "dcn", "--url", server.grpc, *named, stdin=asked)
+    sent = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})
+    named = (word for name in shared_keys for word in ("--shared", name))
+    done = tbe_serve("score", "dcn", "--url", server.grpc, *named, stdin=sent)
     np.testing.assert_allclose(json.loads(done.stdout)["scores"], expected["scores"], rtol=0, atol=1e-6)
 
 
@@ -133,18 +134,18 @@ def test_by_json_lines(server: Server, modules: Any) -> None:
 def test_64_ranking_requests_at_once(name: str, server: Server, modules: Any) -> None:
     """Of other sizes each, beside requests for scores where nothing comes once."""
     sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
-    asked = [pairs(modules[name], seed, size) for seed, size in enumerate(sizes)]
+    requests = [pairs(modules[name], seed, size) for seed, size in enumerate(sizes)]
     plain = [random_request(modules[name], np.random.default_rng(seed), 3) for seed in range(16)]
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
-        found = at_once(
+        answers = at_once(
             [
-                *(lambda a=each: client.score(a[0], a[1], shared=a[2]) for each in asked),
-                *(lambda a=each: client.score(*a) for each in plain),
+                *(lambda a=request: client.score(a[0], a[1], shared=a[2]) for request in requests),
+                *(lambda a=request: client.score(*a) for request in plain),
             ]
         )
-    for answer, (*_, expected) in zip(found, asked, strict=False):
+    for answer, (*_, expected) in zip(answers, requests, strict=False):
         assert_scores(answer, expected)
-    for answer, (bags, dense) in zip(found[64:], plain, strict=True):
+    for answer, (bags, dense) in zip(answers[64:], plain, strict=True):
         assert_scores(answer, own_scores(modules[name], bags, dense))
 
 
@@ -153,8 +154,8 @@ def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
     """An earlier server takes no notice of the parameter: its lengths could add up otherwise."""
     export_model(Mixed(), tmp_path / "r", "m", FP32)
     config = read_config(tmp_path / "r/m")
-    (at,) = (number for number, each in enumerate(config.output) if each.name == "once")
-    del config.output[at]
+    (index,) = (number for number, output in enumerate(config.output) if output.name == "once")
+    del config.output[index]
     write_config(tmp_path / "r/m", config)
     with (
         run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,

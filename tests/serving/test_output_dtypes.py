@@ -79,16 +79,16 @@ def keyed(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([KEY], torch.from_numpy(values), lengths=torch.from_numpy(lengths))
 
 
-def assert_exact(module: nn.Module, found: Any, bags: dict[str, list[list[int]]], dense: dict[str, Any]) -> None:
+def assert_exact(module: nn.Module, answer: Any, bags: dict[str, list[list[int]]], dense: dict[str, Any]) -> None:
     with torch.no_grad():
         expected = module(keyed(bags), torch.from_numpy(dense["sent"]))
-    assert list(found) == list(DTYPES)
+    assert list(answer) == list(DTYPES)
     for name, numbers in expected.items():
-        assert found[name].dtype == DTYPES[name], name
+        assert answer[name].dtype == DTYPES[name], name
         if numbers.is_floating_point() and name != "seconds":
-            np.testing.assert_allclose(found[name], numbers.float().numpy(), rtol=1e-3 if name == "half" else 1e-6)
+            np.testing.assert_allclose(answer[name], numbers.float().numpy(), rtol=1e-3 if name == "half" else 1e-6)
         else:
-            np.testing.assert_array_equal(found[name], numbers.numpy(), err_msg=name)
+            np.testing.assert_array_equal(answer[name], numbers.numpy(), err_msg=name)
 
 
 def example() -> tuple[KeyedJaggedTensor, Tensor]:
@@ -117,16 +117,16 @@ def test_an_engine_answers_them_alone_merged_and_of_no_sample(served: Served) ->
     with Engine.open(served.bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        asked = [call(seed, samples) for seed, samples in enumerate((1, 2, 7, 70))]
-        for bags, dense in asked:
+        calls = [call(seed, samples) for seed, samples in enumerate((1, 2, 7, 70))]
+        for bags, dense in calls:
             assert_exact(MODULE, engine.score(bags, dense), bags, dense)
         requests = [
             replace(encode(bags), outputs=list(DTYPES), dense=encode_dense(part.inputs, dense))
-            for bags, dense in asked
+            for bags, dense in calls
         ]
         merged = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
-        for (bags, dense), found in zip(asked, merged, strict=True):
-            assert_exact(MODULE, found, bags, dense)
+        for (bags, dense), outputs in zip(calls, merged, strict=True):
+            assert_exact(MODULE, outputs, bags, dense)
         bags, dense = call(0, 0)
         assert {name: str(value.dtype) for name, value in engine.score(bags, dense).items()} == DTYPES
         sent = call(5, 3)
@@ -136,26 +136,28 @@ def test_an_engine_answers_them_alone_merged_and_of_no_sample(served: Served) ->
 
 
 def test_clients_and_lines_of_json_have_them(served: Served) -> None:
-    asked = [call(seed, seed % 5 + 1) for seed in range(20)]
+    requests = [call(seed, seed % 5 + 1) for seed in range(20)]
     with LookupClient(served.server.grpc, "m", 60) as client:
         assert {name: str(dtype) for name, dtype in client.info().score_dtypes.items()} == DTYPES
-        answers = at_once([lambda each=each: client.score(*each) for each in asked])  # type: ignore[misc]
-    for each, answer in zip(asked, answers, strict=True):
-        assert_exact(MODULE, answer, *each)
+        answers = at_once([lambda request=request: client.score(*request) for request in requests])  # type: ignore[misc]
+    for request, answer in zip(requests, answers, strict=True):
+        assert_exact(MODULE, answer, *request)
 
     async def run() -> None:
         async with AsyncLookupClient(served.server.grpc, "m", 60) as client:
-            for each, answer in zip(asked, await asyncio.gather(*(client.score(*one) for one in asked)), strict=True):
-                assert_exact(MODULE, answer, *each)
+            for request, answer in zip(
+                requests, await asyncio.gather(*(client.score(*one) for one in requests)), strict=True
+            ):
+                assert_exact(MODULE, answer, *request)
 
     asyncio.run(run())
-    bags, dense = asked[4]
+    bags, dense = requests[4]
     line = json.dumps({"features": bags, "dense": {"sent": dense["sent"].tolist()}})
     printed = tbe_serve("score", "m", "--url", served.server.grpc, stdin=line)
     assert printed.returncode == 0, printed.stderr
     report = json.loads(printed.stdout)
     assert '"is_new": [true' in printed.stdout or '"is_new": [false' in printed.stdout
-    assert all(type(each) is int for each in report["name"])
+    assert all(type(number) is int for number in report["name"])
     assert_exact(MODULE, {name: np.array(value, DTYPES[name]) for name, value in report.items()}, bags, dense)
     table = tbe_serve("score", "m", "--table", "--url", served.server.grpc, stdin=line)
     assert table.returncode == 0, table.stderr
@@ -179,11 +181,11 @@ def test_any_client_of_the_protocol_has_them(served: Served) -> None:
     url = f"http://{served.server.http}/v2/models/m/infer"
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=60) as response:
         outputs = json.load(response)["outputs"]
-    found = {
+    arrays = {
         output["name"]: np.array(output["data"], DTYPES[output["name"]]).reshape(output["shape"][1:])
         for output in outputs
     }
-    assert_exact(MODULE, {name: found[name] for name in DTYPES}, bags, dense)
+    assert_exact(MODULE, {name: arrays[name] for name in DTYPES}, bags, dense)
     said = {"float32": "FP32", "float64": "FP64", "bool": "BOOL"}
     assert {output["name"]: output["datatype"] for output in outputs} == {
         name: said.get(dtype, dtype.upper()) for name, dtype in DTYPES.items()

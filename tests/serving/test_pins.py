@@ -112,8 +112,8 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
 def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], wrong: str, mending: str
 ) -> None:
-    found = {name: version for name, version in (GOOD | changed).items() if version}
-    monkeypatch.setattr(pins, "installed", lambda: found)
+    versions = {name: version for name, version in (GOOD | changed).items() if version}
+    monkeypatch.setattr(pins, "installed", lambda: versions)
     with pytest.raises(EnvironmentMismatch) as refused:
         pins.check_pins()
     assert str(refused.value) == f"{wrong}: mend this environment with `{mending}`"
@@ -128,8 +128,8 @@ def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
     ],
 )
 def test_what_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:
-    found = {name: version for name, version in (GOOD | changed).items() if version}
-    monkeypatch.setattr(pins, "installed", lambda: found)
+    versions = {name: version for name, version in (GOOD | changed).items() if version}
+    monkeypatch.setattr(pins, "installed", lambda: versions)
     pins.check_pins()
 
 
@@ -141,8 +141,8 @@ def test_a_library_that_cannot_be_loaded_is_named_with_the_command_that_replaces
     def fails(_: object) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
 
-    found = {"torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
-    monkeypatch.setattr(pins, "installed", lambda: found)
+    versions = {"torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
+    monkeypatch.setattr(pins, "installed", lambda: versions)
     monkeypatch.setattr(torch.ops, "load_library", fails)
     with pytest.raises(EnvironmentMismatch) as refused:
         load_fbgemm()

@@ -40,9 +40,10 @@ def bags_of(
 ) -> dict[str, Bags]:
     return {
         key: [
-            random.integers(0, height, size).tolist() for size in random.integers(0, longest.get(key, 9) + 1, samples)
+            random.integers(0, row_count, size).tolist()
+            for size in random.integers(0, longest.get(key, 9) + 1, samples)
         ]
-        for key, height in rows.items()
+        for key, row_count in rows.items()
     }
 
 
@@ -124,8 +125,8 @@ def test_positions_are_those_of_the_request_where_ids_are_left_out(tmp_path: Pat
 
 def test_beside_a_collection_whose_ids_carry_weights(tmp_path: Path) -> None:
     """What is sent for a key of position weights is not used: the module does not, either."""
-    own = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
-    module = torch.nn.ModuleDict({"positioned": positioned(), "own": collection(own, weighted=True)})
+    specs = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
+    module = torch.nn.ModuleDict({"positioned": positioned(), "own": collection(specs, weighted=True)})
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
     assert engine.bundle.manifest.weighted_keys == ("recent", "x")
     bags = bags_of(np.random.default_rng(0), 6, {**ROWS, "recent": 40, "x": 40})
@@ -135,19 +136,19 @@ def test_beside_a_collection_whose_ids_carry_weights(tmp_path: Path) -> None:
     )
     answer, expected = engine.lookup(kjt), module["positioned"](kjt).to_dict() | module["own"](kjt).to_dict()
     for name, rows in answer.items():
-        theirs = expected["recent" if name == "recent@own" else name].detach()
-        np.testing.assert_allclose(rows, theirs, rtol=1e-6, atol=4e-6, err_msg=name)
+        right = expected["recent" if name == "recent@own" else name].detach()
+        np.testing.assert_allclose(rows, right, rtol=1e-6, atol=4e-6, err_msg=name)
 
 
 def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
     """Requests that come together; bags that are too long are refused, and hurt nobody."""
-    asked = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
-    some = {key: asked[5][key] for key in ("words", "item_id")}
+    requests = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
+    some = {key: requests[5][key] for key in ("words", "item_id")}
     long = {"item_id": [[1], [1, 2, 3, 4, 5]]}
-    answers = at_once([partial(lookup, each) for each in [*asked, some, long, long]])
-    for request, answer in zip(asked, answers[:24], strict=True):
+    answers = at_once([partial(lookup, request) for request in [*requests, some, long, long]])
+    for request, answer in zip(requests, answers[:24], strict=True):
         assert_right(answer, module, request)
-    whole = module(kjt_of(asked[5])).to_dict()
+    whole = module(kjt_of(requests[5])).to_dict()
     for name, rows in answers[24].items():
         np.testing.assert_allclose(rows, whole[name].detach(), rtol=1e-6, atol=4e-6)
     for refused in answers[25:]:

@@ -66,32 +66,32 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     for samples in (0, 1, 5):
         bags = {
-            key: [random.integers(0, height, size).tolist() for size in random.integers(0, 7, samples)]
-            for key, height in heights.items()
+            key: [random.integers(0, row_count, size).tolist() for size in random.integers(0, 7, samples)]
+            for key, row_count in heights.items()
         }
         answer, bag_kjt = engine.lookup(bags), kjt_of(bags)
         if not samples:
-            assert {len(found) for found in answer.values()} == {0}
+            assert {len(values) for values in answer.values()} == {0}
             continue
         with torch.no_grad():
             jagged = [module.rows(bag_kjt)[name] for names in module.rows._embedding_names_by_table for name in names]
             sums = [*module.pooled(bag_kjt).to_dict().values()]
         for specs_of, expected in ((pooled, sums), (rows, jagged)):
             names = [(key, spec.name) for spec in specs_of for key in spec.features]
-            for (key, table), theirs in zip(names, expected, strict=True):
+            for (key, table), torchrec_rows in zip(names, expected, strict=True):
                 ours = answer[key if readers.count(key) == 1 else f"{key}@{table}"]
                 if specs_of is pooled:
-                    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=4e-6)
+                    np.testing.assert_allclose(ours, torchrec_rows, rtol=1e-6, atol=4e-6)
                 else:
-                    np.testing.assert_array_equal(ours.values, theirs.values())
+                    np.testing.assert_array_equal(ours.values, torchrec_rows.values())
                     assert ours.lengths.tolist() == [len(bag) for bag in bags[key]]
     assert all(parity.trained is not None for parity in engine.bundle.manifest.parity)
 
 
 @pytest.mark.parametrize("output", OutputDtype)
 def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: Path) -> None:
-    specs = tuple(Spec(each.value, 90, 16, "NONE", (each.value.lower(),)) for each in WeightDtype)
-    config = ExportConfig(dtype={each.value: each for each in WeightDtype}, output_dtype=output)
+    specs = tuple(Spec(dtype.value, 90, 16, "NONE", (dtype.value.lower(),)) for dtype in WeightDtype)
+    config = ExportConfig(dtype={dtype.value: dtype for dtype in WeightDtype}, output_dtype=output)
     bundle = export_model(Mixed(rows=specs), tmp_path / "r", "m", config)
     manifest = open_bundle(bundle).manifest
     assert {*manifest.requires} - {Capability.NO_PROGRAM} == {Capability.SEQUENCES}
@@ -100,10 +100,10 @@ def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: 
     assert "NONE" in tbe_export("inspect", str(bundle)).stdout
     engine = Engine.open(bundle)
     for spec in specs:
-        found = engine.lookup({spec.features[0]: [[7, 7], [], [89, 0]]})[spec.features[0]]
+        answer = engine.lookup({spec.features[0]: [[7, 7], [], [89, 0]]})[spec.features[0]]
         expected = bundle_reader.exported_table(bundle, spec.name)[[7, 7, 89, 0]]
-        np.testing.assert_allclose(found.values, expected, rtol=1e-6 if output is OutputDtype.FP32 else 1e-3)
-        np.testing.assert_array_equal(found.values, engine.rows(spec.name, [7, 7, 89, 0]))
+        np.testing.assert_allclose(answer.values, expected, rtol=1e-6 if output is OutputDtype.FP32 else 1e-3)
+        np.testing.assert_array_equal(answer.values, engine.rows(spec.name, [7, 7, 89, 0]))
 
 
 def test_a_bundle_without_sequences_has_the_format_that_it_had(tmp_path: Path) -> None:
@@ -189,22 +189,22 @@ def test_merged_requests_are_answered_as_alone(
         module, tmp_path / "r", "m", ExportConfig(dtype=FP32.dtype, id_policy={"item": IdPolicy.ZERO})
     )
     random = np.random.default_rng(1)
-    asked = []
+    requests = []
     for number in range(20):
         features = None if number % 3 == 0 else list(random.permutation([f for s in SPECS for f in s.features])[:2])
         bags = random_bags(random, SPECS, number % 4, features, longest)
         values, lengths = flat(bags)
         if number % 5 == 0 and "recent" in bags and values.size:
             values[-1] = 10**6 if list(bags)[-1] in ("recent", "seen") else values[-1]
-        asked.append(Tensors(tuple(bags), values, lengths))
+        requests.append(Tensors(tuple(bags), values, lengths))
     for number, outputs in {4: [EMBEDDINGS], 6: [SEQUENCES], 7: []}.items():
-        asked[number] = replace(asked[number], outputs=outputs)
-    asked.append(Tensors(None, np.arange(5), np.array([3, 2], np.int32), tables=["genre", "item"]))
+        requests[number] = replace(requests[number], outputs=outputs)
+    requests.append(Tensors(None, np.arange(5), np.array([3, 2], np.int32), tables=["genre", "item"]))
     bad = Tensors(["words"], np.array([1, 1000]), np.array([2], np.int32))
-    outcomes = merged_answers(bundle, [*asked, bad])
+    outcomes = merged_answers(bundle, [*requests, bad])
     assert isinstance(outcomes[-1], IdsOutside)
     engine = Engine.open(bundle)
-    for request, outcome in zip(asked, outcomes, strict=False):
+    for request, outcome in zip(requests, outcomes, strict=False):
         alone = engine.outputs(request)
         assert outcome.keys() == alone.keys() <= set(request.outputs)
         for name, numbers in alone.items():
@@ -220,9 +220,9 @@ def test_long_sequences_of_several_requests_take_several_calls(tmp_path: Path) -
     bundle = export_model(module, tmp_path / "r", "m", replace(FP32, id_policy={"item": IdPolicy.ZERO}))
     items = module.rows.embeddings["item"].weight.detach().numpy()
     random = np.random.default_rng(2)
-    asked = [random.integers(-1, 300, size) for size in (20_000, 30_000, 0, 25_000)]
-    requests = [Tensors(["recent"], ids, np.array([ids.size], np.int32)) for ids in asked]
-    for ids, outcome in zip(asked, merged_answers(bundle, requests), strict=True):
+    id_arrays = [random.integers(-1, 300, size) for size in (20_000, 30_000, 0, 25_000)]
+    requests = [Tensors(["recent"], ids, np.array([ids.size], np.int32)) for ids in id_arrays]
+    for ids, outcome in zip(id_arrays, merged_answers(bundle, requests), strict=True):
         expected = np.where(ids[:, np.newaxis] < 0, 0, items[ids])
         np.testing.assert_array_equal(outcome[SEQUENCES].reshape(-1, 32), expected)
 
@@ -249,19 +249,27 @@ def test_an_answer_that_is_too_large_is_refused_before_anything_is_looked_up(tmp
     bundle = export_model(Mixed(), tmp_path / "r", "m", FP32)
     least = ServingSettings(max_sequence_bytes=10 * 128)
 
-    def asked(ids: int, *, said: int | None = None, **others: Any) -> Tensors:
-        return Tensors(["recent"], np.zeros(ids, np.int64), np.array([said or ids], np.int32), **others)
+    def request_of(ids: int, *, said: int | None = None, **options: Any) -> Tensors:
+        return Tensors(["recent"], np.zeros(ids, np.int64), np.array([said or ids], np.int32), **options)
 
     pooled = Tensors(["user_id"], np.zeros(500, np.int64), np.array([500], np.int32))
     rows = Tensors(None, np.zeros(11, np.int64), np.array([11], np.int32), tables=["item"])
-    many = [asked(10), asked(11), asked(3, said=2**31 - 1), asked(9), asked(500, outputs=[EMBEDDINGS]), pooled, rows]
+    many = [
+        request_of(10),
+        request_of(11),
+        request_of(3, said=2**31 - 1),
+        request_of(9),
+        request_of(500, outputs=[EMBEDDINGS]),
+        pooled,
+        rows,
+    ]
     outcomes = merged_answers(bundle, many, least)
     for refused, size in ((outcomes[1], 11 * 128), (outcomes[2], (2**31 - 1) * 128), (outcomes[6], 11 * 128)):
         assert isinstance(refused, InvalidRequest)
         assert refused.reason is Reason.SIZE
         assert f"bytes of sequences: expected at most 1280 in a request, got {size}: send several" in str(refused)
         assert "--max-sequence-bytes" in str(refused)
-    assert [each[SEQUENCES].size for each in (outcomes[0], outcomes[3])] == [320, 288]
+    assert [outcome[SEQUENCES].size for outcome in (outcomes[0], outcomes[3])] == [320, 288]
     assert outcomes[4] == {}
     assert outcomes[5].keys() == {EMBEDDINGS}
 
@@ -270,5 +278,5 @@ def test_requests_are_grouped_by_the_bytes_of_their_rows(tmp_path: Path) -> None
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     one = Tensors(["recent"], np.zeros(4, np.int64), np.array([4], np.int32))
     two = Tensors(["user_id"], np.zeros(4, np.int64), np.array([4], np.int32))
-    accepted = [accept(engine.schema, each) for each in (one, one, two, one, one, two)]
+    accepted = [accept(engine.schema, request) for request in (one, one, two, one, one, two)]
     assert list(grouped(accepted, ServingSettings(max_sequence_bytes=2 * 4 * 128))) == [[0, 1, 2], [3, 4, 5]]

@@ -82,8 +82,8 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
     router = export_hosts(tmp_path, module, replace(FP32, sharding=sharding))
     manifest = open_bundle(router).manifest
     (lost,) = (manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards_by_table["item"])
-    (kept,) = (manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards_by_table["word"])
-    assert lost != kept
+    (available,) = (manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards_by_table["word"])
+    assert lost != available
     whole: dict[str, Any] = {"recent": [[1, 2], []], "words": [[3], [4, 5]], "user_id": [[6], [7]]}
     need: list[Any] = [whole, {"recent": [[5]]}, {"seen": [[], [8]]}]
     no_need: list[Any] = [{"words": [[3], [4, 5]], "user_id": [[6], [7]]}, {"recent": [[], []], "words": [[1], [2]]}]
@@ -92,10 +92,10 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
         LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
         Engine.open(served.bundle, replace(served.hosts, on_shard_failure={"item": OnShardFailure.ZERO})) as engine,
     ):
-        expected = [engine.lookup(each) for each in no_need]
+        expected = [engine.lookup(request) for request in no_need]
         before = engine.lookup(whole)
         lose(served.servers[lost])
-        answers = at_once([partial(client.lookup, each) for each in [*need, *no_need] * 4])
+        answers = at_once([partial(client.lookup, request) for request in [*need, *no_need] * 4])
         assert len(answers) == 20
         for number, answer in enumerate(answers):
             if number % 5 < 3:
@@ -105,14 +105,14 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
                 assert_same(answer, expected[number % 5 - 3])
         assert isinstance(at_once([partial(client.rows, "item", [1])])[0], ServerUnavailable)
         np.testing.assert_array_equal(client.rows("word", [3]), before["words"].values[:1])
-        found = engine.lookup(whole)
-        assert not found["recent"].values.any()
+        partial_answer = engine.lookup(whole)
+        assert not partial_answer["recent"].values.any()
         assert before["recent"].values.all()
-        assert_same({"words": found["words"]}, {"words": before["words"]})
+        assert_same({"words": partial_answer["words"]}, {"words": before["words"]})
 
 
-def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+def assert_same(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert answer.keys() == expected.keys()
+    for name, value in answer.items():
         pairs = [value.values, expected[name].values] if isinstance(value, JaggedRows) else [value, expected[name]]
         np.testing.assert_array_equal(*pairs)

@@ -59,9 +59,9 @@ def test_served_and_merged(served: Served) -> None:
         assert [len(answer["words"].rows(sample)) for sample in range(3)] == [1, 0, 2]
         with pytest.raises(IndexError):
             answer["words"].rows(3)
-        kept = {number: client.lookup({"recent": [[number]]})["recent"].rows(0) for number in range(9)}
+        rows_by_number = {number: client.lookup({"recent": [[number]]})["recent"].rows(0) for number in range(9)}
         items = served.module.rows.embeddings["item"].weight.detach().numpy()
-        for number, rows in kept.items():  # no answer takes the memory of another
+        for number, rows in rows_by_number.items():  # no answer takes the memory of another
             np.testing.assert_array_equal(rows[0], items[number])
 
 
@@ -107,9 +107,9 @@ def ask(served: Served, inputs: list[tuple[str, Any]], outputs: list[str] | None
             triton.InferInput(name, list(array.shape), {"int64": "INT64", "int32": "INT32"}[str(array.dtype)])
         )
         sent[-1].set_data_from_numpy(array)
-    wanted = None if outputs is None else [triton.InferRequestedOutput(name) for name in outputs]
+    requested = None if outputs is None else [triton.InferRequestedOutput(name) for name in outputs]
     with triton.InferenceServerClient(served.server.grpc) as client:
-        response = client.infer("m", sent, outputs=wanted, client_timeout=60, parameters=parameters or None)
+        response = client.infer("m", sent, outputs=requested, client_timeout=60, parameters=parameters or None)
     return {output.name: response.as_numpy(output.name) for output in response.get_response().outputs}
 
 
@@ -123,9 +123,9 @@ def test_any_client_of_the_protocol_gets_the_outputs_that_it_asks_for(served: Se
     np.testing.assert_array_equal(both["sequences"][0], np.concatenate([words[[7]], items[[3, 4]]]).ravel())
     np.testing.assert_allclose(both["embeddings"][0], [users[1] + users[5], users[6] + users[2]], atol=1e-6)
     for name in both:
-        (found,) = ask(served, inputs, [name], features="words,recent,user_id").items()
-        assert found[0] == name
-        np.testing.assert_array_equal(found[1], both[name])
+        (output,) = ask(served, inputs, [name], features="words,recent,user_id").items()
+        assert output[0] == name
+        np.testing.assert_array_equal(output[1], both[name])
     rows = ask(served, [("values", row(9, 8, 1)), ("lengths", lens(2, 1))], tables="user,word")
     assert rows.keys() == {"sequences"}
     np.testing.assert_array_equal(rows["sequences"][0], np.concatenate([users[[9, 8]].ravel(), words[1]]))
@@ -155,14 +155,14 @@ def test_tables_that_cannot_be_asked_for_are_refused(served: Served, parameters:
 
 
 def test_a_line_of_json_is_answered_with_lists_of_rows(served: Served) -> None:
-    asked = {"words": [[7], [], [8, 9]], "user_id": [[1], [2], []]}
-    done = tbe_serve("lookup", "m", "--url", served.server.grpc, stdin=json.dumps(asked))
+    request = {"words": [[7], [], [8, 9]], "user_id": [[1], [2], []]}
+    done = tbe_serve("lookup", "m", "--url", served.server.grpc, stdin=json.dumps(request))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [len(rows) for rows in report["words"]] == [1, 0, 2]
     words = served.module.rows.embeddings["word"].weight.detach().numpy()
     np.testing.assert_array_equal(np.array(report["words"][2], np.float32), words[[8, 9]])
-    table = tbe_serve("lookup", "m", "--url", served.server.grpc, "--table", stdin=json.dumps(asked))
+    table = tbe_serve("lookup", "m", "--url", served.server.grpc, "--table", stdin=json.dumps(request))
     assert table.stdout.count("words") == 3
 
 

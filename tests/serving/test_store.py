@@ -326,13 +326,13 @@ def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytes
     """What the store has not would be removed there: models of one's own, or of another store."""
     published(url)
     common: Any = {"pins": {}, "follow": False, "every_s": None, "deltas": None}
-    own = exported(tmp_path / "own").parent.parent
-    before = contents(own)
+    repository = exported(tmp_path / "own").parent.parent
+    before = contents(repository)
     with pytest.raises(
         ConfigurationError, match="got a folder with other content: files that the store lacks would be removed"
     ):
-        mirror_of(url, own, **common)
-    assert contents(own) == before
+        mirror_of(url, repository, **common)
+    assert contents(repository) == before
     assert mirror_of(f"{url}/", tmp_path / "cache", **common) is not None
     before = contents(tmp_path / "cache")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -355,10 +355,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.promise("A killed push or pull leaves a whole version or none, and the next one resumes it")
 @pytest.mark.parametrize(
-    ("kept", "asked_again"), [("whole parts", 2), ("a byte", 4), ("nothing right", 3), ("too much", 4)]
+    ("state", "asked_again"), [("whole parts", 2), ("a byte", 4), ("nothing right", 3), ("too much", 4)]
 )
 def test_what_was_interrupted_goes_on(
-    kept: str, asked_again: int, large: Path, url: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    state: str, asked_again: int, large: Path, url: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list(push(large.parent, Store(url)))
     monkeypatch.setattr("serving.store._PART_BYTES", part := 5 << 20)
@@ -374,14 +374,14 @@ def test_what_was_interrupted_goes_on(
         "nothing right": bytes(3 * part),
         "too much": weights + b".",
     }
-    (draft / "weights.0.bin").write_bytes(begun[kept])
+    (draft / "weights.0.bin").write_bytes(begun[state])
     before = len(s3.asked())
     assert Store(url).pull("m", 1, tmp_path / "here")
     assert contents(tmp_path / "here" / "m" / "1") == contents(large)
     assert [path.name for path in draft.parent.iterdir()] == ["lock"]
     assert (
         s3.asked()[before:].count(("GET", key_of(url, "m/1/weights.0.bin")))
-        == asked_again + (kept == "nothing right") * 2
+        == asked_again + (state == "nothing right") * 2
     )
 
 
@@ -402,12 +402,12 @@ else:
 @pytest.mark.promise("A killed push or pull leaves a whole version or none, and the next one resumes it")
 @pytest.mark.parametrize("way", ["push", "pull"])
 def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp_path: Path) -> None:
-    here = tmp_path / "here"
+    folder = tmp_path / "here"
     if way == "pull":
         list(push(large.parent, Store(url)))
 
     def start() -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", ONE, way, str(large.parent), url, str(here)]
+        command = [sys.executable, "-c", ONE, way, str(large.parent), url, str(folder)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -421,13 +421,13 @@ def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp
         if way == "push" and versions_in(Store(url).names()):
             Store(url).pull("m", 1, tmp_path / "seen")
             whole += 1
-        if way == "pull" and (here / "m" / "1").exists():
-            assert contents(here / "m" / "1") == contents(large)
+        if way == "pull" and (folder / "m" / "1").exists():
+            assert contents(folder / "m" / "1") == contents(large)
             whole += 1
     with start() as process:
         assert process.wait() == 0
-    Store(url).pull("m", 1, here)
-    assert contents(here / "m" / "1") == contents(large)
+    Store(url).pull("m", 1, folder)
+    assert contents(folder / "m" / "1") == contents(large)
 
 
 def test_those_who_bring_the_same_wait_for_one(large: Path, url: str, s3: S3, tmp_path: Path) -> None:
@@ -442,25 +442,25 @@ def test_those_who_bring_the_same_wait_for_one(large: Path, url: str, s3: S3, tm
 def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> None:
     for seed in range(2):
         published(url, seed)
-    here = tmp_path / "here"
-    assert pulled(url, here, is_exact=True) == [("m", 2)]
+    folder = tmp_path / "here"
+    assert pulled(url, folder, is_exact=True) == [("m", 2)]
     published(url, 2)
     s3.delete(key_of(url, "m/2/manifest.json"))
-    with_hold = hold(here / "m" / "2")
+    with_hold = hold(folder / "m" / "2")
     try:
-        assert pulled(url, here, is_exact=True) == [("m", 3)]
-        assert (here / "m" / "2").exists()  # a server has it open
+        assert pulled(url, folder, is_exact=True) == [("m", 3)]
+        assert (folder / "m" / "2").exists()  # a server has it open
         s3.delete(key_of(url, "m/3/manifest.json"))
-        held = hold(here / "m" / "3")
+        lock = hold(folder / "m" / "3")
         try:
             with pytest.raises(ConfigurationError, match="no longer has version 3, which a server has open"):
-                pulled(url, here, is_exact=True)
+                pulled(url, folder, is_exact=True)
         finally:
-            os.close(held)
+            os.close(lock)
     finally:
         os.close(with_hold)
-    assert pulled(url, here, is_exact=True) == []
-    assert sorted(path.name for path in (here / "m").iterdir()) == ["1", "config.pbtxt"]
+    assert pulled(url, folder, is_exact=True) == []
+    assert sorted(path.name for path in (folder / "m").iterdir()) == ["1", "config.pbtxt"]
 
 
 @pytest.mark.parametrize(
@@ -578,12 +578,12 @@ def test_a_server_follows_a_store_and_outlives_it(tmp_path: Path, monkeypatch: p
             until(lambda: not (cache / "m" / "1").exists(), "what the store has no longer is removed")
             s3.process.terminate()
             assert server.process.stderr is not None
-            seen: dict[str, Any] = {}
-            while "pull_failed" not in seen:
+            events: dict[str, Any] = {}
+            while "pull_failed" not in events:
                 line = json.loads(server.process.stderr.readline())
-                seen[line.get("event", "")] = line
-            assert (seen["pulled"]["model"], seen["pulled"]["version"]) == ("m", 2)
-            assert "cannot be read or written" in seen["pull_failed"]["message"]
+                events[line.get("event", "")] = line
+            assert (events["pulled"]["model"], events["pulled"]["version"]) == ("m", 2)
+            assert "cannot be read or written" in events["pull_failed"]["message"]
             assert [
                 line.partition(" ")[0] for line in scrape(server).splitlines() if "tbe_store_read" in line[:15]
             ] == [f'tbe_store_read_timestamp_seconds{{store="{url}"}}']

@@ -21,8 +21,8 @@ with tempfile.TemporaryDirectory(prefix="tbe-soak-") as folder:
         soaked.append(soak(Path(folder) / publish.__name__, arguments.seconds, publish))
     print("soak: more load than there is capacity", file=sys.stderr)
     overloaded = overload(Path(folder) / "overload", 10.0)
-wrong = [*(line for each in soaked for line in each.wrong), *overloaded.wrong]
+wrong = [*(line for soak_run in soaked for line in soak_run.wrong), *overloaded.wrong]
 for line in wrong:
     print(line, file=sys.stderr)
-print(" | ".join([*(each.line() for each in soaked), overloaded.line()]))
-sys.exit(bool(wrong or any(each.errors for each in soaked)))
+print(" | ".join([*(soak_run.line() for soak_run in soaked), overloaded.line()]))
+sys.exit(bool(wrong or any(soak_run.errors for soak_run in soaked)))

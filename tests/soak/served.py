@@ -109,5 +109,5 @@ def serving(
             info = client.info()
         pooling = dict.fromkeys(info.keys, pooling_factor)
         whole = bundle.manifest.dense_part is not None
-        asked = random_requests(bundle.manifest, samples, Distribution.parse("zipf:1.05"), pooling, scores=whole)
-        yield Served(server, bundle, prepare("m", asked, info))
+        requests = random_requests(bundle.manifest, samples, Distribution.parse("zipf:1.05"), pooling, scores=whole)
+        yield Served(server, bundle, prepare("m", requests, info))

@@ -29,11 +29,13 @@ class Held:
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
-    def look(self, found: Sequence[psutil.Process]) -> None:
+    def look(self, processes: Sequence[psutil.Process]) -> None:
         """Take note of what they hold now: memory of their own, without the tables' pages."""
-        self.memory_bytes.append(sum(each.memory_info().rss - each.memory_info().shared for each in found))
-        self.descriptors.append(sum(each.num_fds() for each in found))
-        self.threads.append(sum(each.num_threads() for each in found))
+        self.memory_bytes.append(
+            sum(process.memory_info().rss - process.memory_info().shared for process in processes)
+        )
+        self.descriptors.append(sum(process.num_fds() for process in processes))
+        self.threads.append(sum(process.num_threads() for process in processes))
 
     def watch(self, server: Server, stopped: threading.Event) -> None:
         """Look every second until `stopped`."""
@@ -78,11 +80,11 @@ class Soaked:
 
 def soak(folder: Path, seconds: float, publish: Publish) -> Soaked:
     """Ask a model at `SHARE` of what the server can, for so long."""
-    held, stopped = Held(), threading.Event()
+    usage, stopped = Held(), threading.Event()
     settings = ServingSettings(max_busy_ms=2000)  # a machine that stalls for a moment is not what is looked for
     with serving(folder, settings, samples=128, pooling_factor=5, publish=publish) as served:
         rate = SHARE * served.capacity_per_s(5.0)
-        watcher = threading.Thread(target=held.watch, args=(served.server, stopped))
+        watcher = threading.Thread(target=usage.watch, args=(served.server, stopped))
         watcher.start()
         try:
             runs = served.load(rate=rate, seconds=WINDOW_S, repeats=max(4, round(seconds / WINDOW_S)))
@@ -101,7 +103,7 @@ def soak(folder: Path, seconds: float, publish: Publish) -> Soaked:
         errors=dict(sum((run.errors for run in runs), Counter[str]())),
         first_p99_s=median(p99[tenth : 2 * tenth]),
         last_p99_s=median(p99[-tenth:]),
-        memory_bytes=growth(held.memory_bytes),
-        descriptors=growth(held.descriptors),
-        threads=growth(held.threads),
+        memory_bytes=growth(usage.memory_bytes),
+        descriptors=growth(usage.descriptors),
+        threads=growth(usage.threads),
     )

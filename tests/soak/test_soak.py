@@ -33,13 +33,13 @@ def test_under_load_all_answers_are_right_and_whatever_grows_stops(
             assert run.wrong == []
             assert run.errors == {}
             assert run.checked == len(run.latencies_s) > 0
-            for process, held in processes.items():
-                held.look([process])
+            for process, usage in processes.items():
+                usage.look([process])
     assert len(processes) == 2
-    for held in processes.values():
-        assert not keeps_growing(held.memory_bytes, NOISE_BYTES), held.memory_bytes
-        assert not keeps_growing(held.descriptors), held.descriptors
-        assert not keeps_growing(held.threads), held.threads
+    for usage in processes.values():
+        assert not keeps_growing(usage.memory_bytes, NOISE_BYTES), usage.memory_bytes
+        assert not keeps_growing(usage.descriptors), usage.descriptors
+        assert not keeps_growing(usage.threads), usage.threads
 
 
 @pytest.mark.promise(

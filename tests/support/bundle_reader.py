@@ -87,10 +87,10 @@ class Reader:
     @property
     def keys(self) -> dict[str, list[Any]]:
         """The features of each key [2]."""
-        found: dict[str, list[Any]] = {}
+        features_by_key: dict[str, list[Any]] = {}
         for feature in self.manifest["features"]:
-            found.setdefault(feature.get("shared_key", feature["name"]), []).append(feature)
-        return found
+            features_by_key.setdefault(feature.get("shared_key", feature["name"]), []).append(feature)
+        return features_by_key
 
     def digest(self, name: str) -> str:
         """`schema_digest` or `placement_digest` of the manifest [7]."""
@@ -125,10 +125,17 @@ class Reader:
         """What a client sees of the dense part [7]."""
         part = self.manifest["dense_part"]
         inputs = [
-            [each["name"], *each["shape"]]
-            if len(each["shape"]) == 1 and each.get("dtype", "FP32") == "FP32" and "key" not in each
-            else [each["name"], each["shape"], each.get("dtype", "FP32"), *([each["key"]] if "key" in each else [])]
-            for each in part["inputs"]
+            [dense_input["name"], *dense_input["shape"]]
+            if len(dense_input["shape"]) == 1
+            and dense_input.get("dtype", "FP32") == "FP32"
+            and "key" not in dense_input
+            else [
+                dense_input["name"],
+                dense_input["shape"],
+                dense_input.get("dtype", "FP32"),
+                *([dense_input["key"]] if "key" in dense_input else []),
+            ]
+            for dense_input in part["inputs"]
         ]
         outputs = [
             [
@@ -147,22 +154,23 @@ class Reader:
     def score(self, request: Mapping[str, Bags], dense: Mapping[str, Any]) -> dict[str, Any]:
         """{output: [B, …], or [n, …]} for {key: bags} of all keys, and {dense input: [B, *shape], or [n, *shape]} [6]."""
         part = self.manifest["dense_part"]
-        found = self.lookup({key: request[key] for key in self.keys})
+        answer = self.lookup({key: request[key] for key in self.keys})
         samples = len(next(iter(request.values())))
         pooled = [
-            found[feature["name"]]
+            answer[feature["name"]]
             for feature in self.manifest["features"]
             if self.tables[feature["table"]]["pooling"] != "NONE"
         ]
         every = np.concatenate([np.empty((samples, 0), FLOATS[self.manifest["output_dtype"]]), *pooled], axis=1)
-        given: dict[str, npt.NDArray[Any]] = {
-            each["name"]: np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]
+        tensors: dict[str, npt.NDArray[Any]] = {
+            dense_input["name"]: np.asarray(dense[dense_input["name"]], DENSE[dense_input.get("dtype", "FP32")])
+            for dense_input in part["inputs"]
         }
         ids = {key: sum(map(len, bags)) for key, bags in request.items()}
-        rows = [ids[each["key"]] if "key" in each else samples for each in part["inputs"]]
-        shapes = [[count, *each["shape"]] for count, each in zip(rows, part["inputs"], strict=True)]
-        assert [[*each.shape] for each in given.values()] == shapes
-        inputs = [given[each["name"]] for each in part["inputs"] if "key" not in each]
+        rows = [ids[dense_input["key"]] if "key" in dense_input else samples for dense_input in part["inputs"]]
+        shapes = [[count, *dense_input["shape"]] for count, dense_input in zip(rows, part["inputs"], strict=True)]
+        assert [[*array.shape] for array in tensors.values()] == shapes
+        inputs = [tensors[dense_input["name"]] for dense_input in part["inputs"] if "key" not in dense_input]
         import torch  # `make quick` reads tables without it
 
         files = part.get("files") or [{"name": "scores.pt", "format": "TORCHSCRIPT"}]
@@ -173,19 +181,19 @@ class Reader:
         else:
             forward = torch.export.load(content).module()
         jagged = []
-        for each in part.get("jagged", []):
-            if each["kind"] == "ROWS":
-                jagged.append(np.ascontiguousarray(found[each["name"]]))
+        for spec in part.get("jagged", []):
+            if spec["kind"] == "ROWS":
+                jagged.append(np.ascontiguousarray(answer[spec["name"]]))
                 continue
-            if each["kind"] == "NUMBERS":
-                jagged.append(given[each["name"]])
+            if spec["kind"] == "NUMBERS":
+                jagged.append(tensors[spec["name"]])
                 continue
-            bags = request[each["name"]]
+            bags = request[spec["name"]]
             lengths, values = [len(bag) for bag in bags], [id_ for bag in bags for id_ in bag]
-            jagged.append(np.array(lengths, np.int32) if each["kind"] == "LENGTHS" else np.array(values, np.int64))
+            jagged.append(np.array(lengths, np.int32) if spec["kind"] == "LENGTHS" else np.array(values, np.int64))
         scores = forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
-        for each, numbers in zip(part["outputs"], scores, strict=True):
-            assert list(numbers.shape) == [ids[each["key"]] if "key" in each else samples, *each["shape"]]
+        for spec, numbers in zip(part["outputs"], scores, strict=True):
+            assert list(numbers.shape) == [ids[spec["key"]] if "key" in spec else samples, *spec["shape"]]
         return {output["name"]: numbers.numpy() for output, numbers in zip(part["outputs"], scores, strict=True)}
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -254,29 +262,31 @@ class Reader:
         h = (h ^ h >> 32) * 0xC4CEB9FE1A85EC53 & WORD
         seed = content[map_["seeds_offset"] + ((h >> 32) * map_["buckets"] >> 32)]
         m = (h ^ seed * 0x9E3779B97F4A7C15 & WORD) * 0xD6E8FEB86659FD93 & WORD
-        at = map_["entries_offset"] + 16 * ((m >> 32) * map_["capacity"] >> 32)
-        found, row = (int.from_bytes(content[place : place + 8], "little", signed=True) for place in (at, at + 8))
-        if found == id_ and row >= 0:
+        start = map_["entries_offset"] + 16 * ((m >> 32) * map_["capacity"] >> 32)
+        key, row = (
+            int.from_bytes(content[offset : offset + 8], "little", signed=True) for offset in (start, start + 8)
+        )
+        if key == id_ and row >= 0:
             return row
         if "hashed" not in map_:
             return int(table["rows"]) - 1
         bounds = map_["hashed"]["bounds"]
         buckets = len(bounds) - 1
-        b, place = id_ % buckets, id_ // buckets
+        b, quotient = id_ % buckets, id_ // buckets
         if "input_hash_size" in map_["hashed"]:
             block = -(-map_["hashed"]["input_hash_size"] // buckets)
-            b, place = id_ // block, id_ % block
+            b, quotient = id_ // block, id_ % block
             assert 0 <= b < buckets
-        x = place if map_["hashed"].get("divided", False) else id_
+        x = quotient if map_["hashed"].get("divided", False) else id_
         return int(bounds[b] + murmur(x & WORD) % (bounds[b + 1] - bounds[b]))
 
     def row(self, table: Any, id_: int) -> npt.NDArray[np.float32]:
         """One row of a table, put together from its blocks of columns [4]; of copies, the last one answers."""
         row = np.full(table["dim"], np.nan, np.float32)
         for shard in self.plan["shards"]:
-            (top, bottom), (left, right) = shard["rows"], shard["columns"]
+            (top, bottom), (first, right) = shard["rows"], shard["columns"]
             if shard["table"] == table["name"] and top <= id_ < bottom:
-                row[left:right] = self.stored(table["dtype"], shard, id_ - top, right - left)
+                row[first:right] = self.stored(table["dtype"], shard, id_ - top, right - first)
         return row
 
     def stored(self, dtype: str, shard: Any, number: int, width: int) -> npt.NDArray[np.float32]:
@@ -314,9 +324,9 @@ def exported_table(bundle: Path, name: str) -> npt.NDArray[np.float32]:
     for shard in plan["shards"]:
         if shard["table"] == name:
             raw = (bundle / plan["ranks"][shard["rank"]]["weights"]).read_bytes()
-            (top, bottom), (left, right) = shard["rows"], shard["columns"]
-            block = unpacked(raw[shard["offset_bytes"] :], bottom - top, right - left, table["dtype"])
-            region = (slice(top, bottom), slice(left, right))
+            (top, bottom), (first, right) = shard["rows"], shard["columns"]
+            block = unpacked(raw[shard["offset_bytes"] :], bottom - top, right - first, table["dtype"])
+            region = (slice(top, bottom), slice(first, right))
             assert (np.isnan(numbers[region]) | (numbers[region] == block)).all()
             numbers[region] = block
             copies[region] += 1

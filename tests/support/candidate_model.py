@@ -41,11 +41,11 @@ class Candidates(nn.Module):
 
     def forward(self, session: Session) -> dict[str, Tensor]:
         rows = self.rows(session.ids)
-        seen, targets = rows["seen"], rows["target"]
-        ago = torch.repeat_interleave(session.now, seen.lengths(), dim=0) - session.times.values()
-        events = self.joined(torch.cat([seen.values(), rows["bought_in"].values()], dim=1))
+        histories, targets = rows["seen"], rows["target"]
+        ago = torch.repeat_interleave(session.now, histories.lengths(), dim=0) - session.times.values()
+        events = self.joined(torch.cat([histories.values(), rows["bought_in"].values()], dim=1))
         events = events + self.ago((ago % 12).long()) * self.paid(session.paid.values())
-        history = torch.ops.fbgemm.jagged_to_padded_dense(events, [seen.offsets()], [LONGEST], 0.0)
+        history = torch.ops.fbgemm.jagged_to_padded_dense(events, [histories.offsets()], [LONGEST], 0.0)
         users = torch.repeat_interleave(history.sum(dim=1), targets.lengths(), dim=0)
         return {
             "user": history.amax(dim=1),
@@ -59,9 +59,9 @@ MODULE = Candidates().eval()
 
 def session_of(bags: Mapping[str, Any], dense: Mapping[str, Any]) -> Session:
     lengths = torch.tensor([len(bag) for bag in bags["seen"]], dtype=torch.int32)
-    times = torch.tensor([each for bag in dense["session.times"] for each in bag], dtype=torch.int64)
-    paid = torch.tensor([each for bag in dense["session.paid"] for each in bag], dtype=torch.float32).view(-1, 2)
-    of_ids = [JaggedTensor(each, lengths=lengths) for each in (times, paid)]
+    times = torch.tensor([number for bag in dense["session.times"] for number in bag], dtype=torch.int64)
+    paid = torch.tensor([number for bag in dense["session.paid"] for number in bag], dtype=torch.float32).view(-1, 2)
+    of_ids = [JaggedTensor(values, lengths=lengths) for values in (times, paid)]
     return Session(kjt_of(bags), of_ids[0], of_ids[1], torch.tensor(dense["session.now"], dtype=torch.int64))
 
 
@@ -79,21 +79,21 @@ def ask(random: np.random.Generator, samples: int, longest: int = LONGEST) -> As
     def bags_of(lengths: Any, make: Any) -> list[Any]:
         return [[make() for _ in range(length)] for length in lengths]
 
-    seen, target = random.integers(0, longest + 1, (2, samples))
+    history_lengths, target = random.integers(0, longest + 1, (2, samples))
     bags = {
         key: bags_of(lengths, partial(random.integers, 0, ROWS[key]))
-        for key, lengths in (("seen", seen), ("target", target), ("bought_in", seen))
+        for key, lengths in (("seen", history_lengths), ("target", target), ("bought_in", history_lengths))
     }
-    bags = {key: [[int(each) for each in bag] for bag in every] for key, every in bags.items()}
+    bags = {key: [[int(id_) for id_ in bag] for bag in every] for key, every in bags.items()}
     return bags, {
         "session.now": [NOW + int(number) for number in random.integers(0, 10**6, samples)],
-        "session.times": bags_of(seen, lambda: NOW - int(random.integers(0, 10**6))),
-        "session.paid": bags_of(seen, lambda: random.standard_normal(2).tolist()),
+        "session.times": bags_of(history_lengths, lambda: NOW - int(random.integers(0, 10**6))),
+        "session.paid": bags_of(history_lengths, lambda: random.standard_normal(2).tolist()),
     }
 
 
-def assert_right(found: Mapping[str, Any], right: Mapping[str, Any]) -> None:
-    for name, numbers in found.items():
+def assert_right(answer: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    for name, numbers in answer.items():
         assert numbers.shape == right[name].shape, name
         np.testing.assert_allclose(numbers, right[name], rtol=1e-5, atol=1e-5, err_msg=name)
 

@@ -41,15 +41,15 @@ class _Without:
 
 
 def main() -> None:
-    found = importlib.metadata.version
+    find_version = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
         if distribution_name in _DISTRIBUTIONS:
             raise importlib.metadata.PackageNotFoundError(distribution_name)
-        return found(distribution_name)
+        return find_version(distribution_name)
 
     importlib.metadata.version = version
-    sys.meta_path[:] = [_Without(each) for each in sys.meta_path]
+    sys.meta_path[:] = [_Without(finder) for finder in sys.meta_path]
     for program in ("export", "serving"):
         import_module(f"{program}.__main__")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:

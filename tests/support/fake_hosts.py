@@ -85,8 +85,8 @@ class FakeHost(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The correct response."""
         parameters = {name: parameter.string_param for name, parameter in request.parameters.items()}
         arrays = {
-            each.name: np.frombuffer(raw, _INPUTS[each.datatype])
-            for each, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+            tensor.name: np.frombuffer(raw, _INPUTS[tensor.datatype])
+            for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
         }
         tensors = Tensors(
             parameters["features"].split(",") if "features" in parameters else None,
@@ -111,15 +111,15 @@ class FakeHost(grpc.GenericRpcHandler):  # type: ignore[misc]
 @contextmanager
 def fake_hosts(router: Path) -> Iterator[Mapping[int, FakeHost]]:
     """The hosts of a router's bundle, by their number. All answer correctly until their behaviour is set."""
-    found = {host.host: FakeHost(path_of(router, host)) for host in open_bundle(router).manifest.hosts}
+    hosts = {host.host: FakeHost(path_of(router, host)) for host in open_bundle(router).manifest.hosts}
     servers = []
-    for each in found.values():
-        server = grpc.server(futures.ThreadPoolExecutor(8), handlers=[each], options=UNLIMITED)
-        each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    for fake in hosts.values():
+        server = grpc.server(futures.ThreadPoolExecutor(8), handlers=[fake], options=UNLIMITED)
+        fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         server.start()
         servers.append(server)
     try:
-        yield found
+        yield hosts
     finally:
         for server in servers:
             server.stop(None).wait()

@@ -32,8 +32,8 @@ JAGGED = (
 def sums(numbers: Tensor, lengths: Tensor) -> Tensor:
     """The sum of each sample's numbers: [n, …] → [B, …]."""
     samples = torch.repeat_interleave(torch.arange(lengths.numel()), lengths.long())
-    found = torch.zeros([lengths.numel()] + list(numbers.shape[1:]))  # noqa: RUF005  TorchScript has no other
-    return found.index_add(0, samples, numbers.float())
+    totals = torch.zeros([lengths.numel()] + list(numbers.shape[1:]))  # noqa: RUF005  TorchScript has no other
+    return totals.index_add(0, samples, numbers.float())
 
 
 class Histories(nn.Module):
@@ -96,28 +96,28 @@ def expected(
     with torch.no_grad():
         embeddings = module.pooled(kjt_of(pooled)).values().numpy().astype(np.float64)
         rows = {name: row.to_dense() for name, row in module.rows(kjt_of(there)).items()}
-    found: dict[str, Numbers] = {name: np.zeros((samples, *shape)) for name, shape in OUTPUTS.items()}
+    outputs: dict[str, Numbers] = {name: np.zeros((samples, *shape)) for name, shape in OUTPUTS.items()}
     for sample in range(samples):
         of = {name: _rows(rows[name][sample].numpy(), bags[name][sample]) for name in ("recent", "words")}
         factors = np.array([1 + id_ % 3 for id_ in bags["recent"][sample]]).reshape(-1, 1)
-        found["attended"][sample] = (of["recent"] * factors).sum(0)
-        found["total"][sample] = embeddings[sample].sum() + dense["price"][sample].sum() + of["words"].sum()
+        outputs["attended"][sample] = (of["recent"] * factors).sum(0)
+        outputs["total"][sample] = embeddings[sample].sum() + dense["price"][sample].sum() + of["words"].sum()
         lengths = [len(bags[key][sample]) for key in ("recent", "words", "genres")]
-        found["sent"][sample] = [*lengths, sum(bags["genres"][sample])]
+        outputs["sent"][sample] = [*lengths, sum(bags["genres"][sample])]
     if relative:
         for name in ("attended", "total"):
-            found[name] -= found[name].mean(0)
-    return found
+            outputs[name] -= outputs[name].mean(0)
+    return outputs
 
 
 def _rows(rows: Numbers, ids: Sequence[int]) -> Numbers:
     return rows.astype(np.float64) * (np.array(ids, np.int64) >= 0).reshape(-1, 1)
 
 
-def assert_scores(found: Mapping[str, Any], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:
+def assert_scores(scores: Mapping[str, Any], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:
     """That scores are right but for rounding."""
-    assert found.keys() == right.keys()
+    assert scores.keys() == right.keys()
     for name, numbers in right.items():
-        assert found[name].shape == numbers.shape, name
+        assert scores[name].shape == numbers.shape, name
         scale = max(1.0, np.abs(numbers).max(initial=0))
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=tolerance * scale, err_msg=name)
+        np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=tolerance * scale, err_msg=name)

@@ -146,17 +146,25 @@ def faulty(folder: Path) -> Iterator[Faulty]:
             servers = {path.name: server for path, server in zip(everything, started, strict=True)}
         relays = {name: stack.enter_context(Relay(server.grpc)) for name, server in servers.items()}
         (lost,) = open_plan(versions[1])["blank"]
-        at = {name: relay.address for name, relay in relays.items()}
+        addresses = {name: relay.address for name, relay in relays.items()}
         settings = ["--version", "1", "--shard-timeout-ms", str(int(1000 * TIMEOUT_S))]
         settings += [part for table in ZEROED for part in ("--on-shard-failure", f"{table}=zero")]
-        own = folder / "router"
+        routers = folder / "router"
         _add_router(
-            own, versions[1].bundle, MODEL, {lost: [at["b"]], 1 - lost: [at["a"]]}, *settings, "--instances", "2"
+            routers,
+            versions[1].bundle,
+            MODEL,
+            {lost: [addresses["b"]], 1 - lost: [addresses["a"]]},
+            *settings,
+            "--instances",
+            "2",
         )
-        _add_router(own, versions[1].bundle, PAIRS, {host: [at["a"], at["b"]] for host in (0, 1)}, *settings)
+        _add_router(
+            routers, versions[1].bundle, PAIRS, {host: [addresses["a"], addresses["b"]] for host in (0, 1)}, *settings
+        )
         for version in (1, 2):
-            replace_model_py(own / PAIRS / str(version), IMPATIENT)
-        router = stack.enter_context(running(own))
+            replace_model_py(routers / PAIRS / str(version), IMPATIENT)
+        router = stack.enter_context(running(routers))
         yield Faulty(router, servers, {path.name: path for path in everything}, relays, versions, lost)
 
 
@@ -218,29 +226,29 @@ def hosts(addresses: Mapping[int, Sequence[str]]) -> HostsConfig:
     )
 
 
-def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+def same(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     """Whether answers agree, bit for bit."""
-    return list(found) == list(expected) and all(
-        np.array_equal(found[name].view(np.uint32), rows.view(np.uint32)) for name, rows in expected.items()
+    return list(answer) == list(expected) and all(
+        np.array_equal(answer[name].view(np.uint32), rows.view(np.uint32)) for name, rows in expected.items()
     )
 
 
 def bags(features: Sequence[str], seed: int, samples: int = 3) -> dict[str, Any]:
     """A request that needs every host of the tables that it asks for."""
-    found = random_bags(np.random.default_rng(seed), SPECS, samples, features)
+    values_by_feature = random_bags(np.random.default_rng(seed), SPECS, samples, features)
     tables = table_of(SPECS)
-    for name, value in found.items():
+    for name, value in values_by_feature.items():
         value[0] = [0, tables[name].rows - 1]
-    return found
+    return values_by_feature
 
 
 def refusal(ask: Ask, features: Mapping[str, Any]) -> ServingError:
     """The error that a request gets."""
     try:
-        found = ask(features)
+        answer = ask(features)
     except ServingError as error:
         return error
-    raise AssertionError(f"answered: {found}")
+    raise AssertionError(f"answered: {answer}")
 
 
 def outcome(ask: Ask, features: Mapping[str, Any]) -> Any:

@@ -46,15 +46,15 @@ def gives_huge_pages(folder: Path) -> bool:
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             mapped.madvise(mmap.MADV_HUGEPAGE)
             assert not any(mapped[number] for number in range(0, len(mapped), mmap.PAGESIZE))
-            found = huge_of(path) == 4 * HUGE_PAGE
+            has_huge_pages = huge_of(path) == 4 * HUGE_PAGE
     path.unlink()
-    return found
+    return has_huge_pages
 
 
-def expect_huge(found: int, most: int, folder: Path) -> None:
+def expect_huge(huge_pages: int, most: int, folder: Path) -> None:
     """All that can be in huge pages is, if the kernel has some to give now: memory may be in small pieces."""
-    assert 0 <= found <= most
-    assert found == most or not gives_huge_pages(folder)
+    assert 0 <= huge_pages <= most
+    assert huge_pages == most or not gives_huge_pages(folder)
 
 
 def huge_of(path: Path) -> int:

@@ -75,7 +75,7 @@ def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
     begun = time.monotonic()
     os.waitpid(start(f"{folder}/whole"), 0)
     whole_s = time.monotonic() - begun
-    once = rows()
+    rows_once = rows()
     moments = random.Random(0)
     killed = drafts = output = 0
     while killed < kills:
@@ -88,7 +88,13 @@ def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
         drafts += bool([*Path(folder).glob(".scores-*.scoring/scores/.*")])
         output += status == 0
     os.waitpid(start(f"{folder}/scores-{output}"), 0)
-    report = {"once": once, "rows": rows() - once, "outputs": output + 1, "killed": killed, "drafts": drafts}
+    report = {
+        "once": rows_once,
+        "rows": rows() - rows_once,
+        "outputs": output + 1,
+        "killed": killed,
+        "drafts": drafts,
+    }
     print(json.dumps(report))
 
 

@@ -55,8 +55,8 @@ def main(folder: Path, times: int) -> None:
         assert contents(repository / "m" / "1") == first
         assert {path.name for path in repository.iterdir()} == {"m"}
     os.waitpid(start(), 0)
-    left = [path.name for path in folder.iterdir() if path != repository]
-    print(json.dumps({"drafts": drafts, "tries": tries, "left": left}))
+    names_left = [path.name for path in folder.iterdir() if path != repository]
+    print(json.dumps({"drafts": drafts, "tries": tries, "left": names_left}))
 
 
 def versions(repository: Path) -> set[str]:

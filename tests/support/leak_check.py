@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 def keeps_growing(numbers: Sequence[int], by: int = 0) -> bool:
     """Whether each is larger than all before it, by more than `by`: of ten that only vary, one order in 3.6 million is."""
-    return all(number > max(numbers[:at]) + by for at, number in enumerate(numbers) if at)
+    return all(number > max(numbers[:index]) + by for index, number in enumerate(numbers) if index)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ BREATH_S = 0.2
 
 def one_in(number: int, values: Iterable[Any]) -> list[Any]:
     """The values, of which one in a number, the first of them too, is tried each time, and the others are `long`."""
-    return [value if place % number == 0 else _long(value) for place, value in enumerate(values)]
+    return [value if index % number == 0 else _long(value) for index, value in enumerate(values)]
 
 
 def _long(value: Any) -> Any:

@@ -33,7 +33,7 @@ SPECS = (
     Spec("item", 60, 32, "MEAN", ("item_id", "recent")),
     Spec("word", 64, 24, "SUM", ("words",)),
 )
-ROWS = tuple(replace(each, dim=16, pooling="NONE") for each in SPECS)
+ROWS = tuple(replace(spec, dim=16, pooling="NONE") for spec in SPECS)
 KEYS = ("user_id", "item_id", "recent", "words")
 EXTREMES = (-(2**63), -1, 0, 2**63 - 1, 2**31, -(2**40))
 POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
@@ -99,11 +99,11 @@ def ids_of(random: np.random.Generator, count: int) -> list[int]:
 
 
 def bags_of(random: np.random.Generator, samples: int, keys: Sequence[str] = KEYS) -> dict[str, Bags]:
-    found = {key: [ids_of(random, size) for size in random.integers(0, 7, samples)] for key in keys}
-    for bags in found.values():
+    bags_by_key = {key: [ids_of(random, size) for size in random.integers(0, 7, samples)] for key in keys}
+    for bags in bags_by_key.values():
         if bags:
             bags[0] = [*bags[0], *EXTREMES]
-    return found
+    return bags_by_key
 
 
 def kjt_of(bags: Mapping[str, Bags], *, weighted: bool = False) -> KeyedJaggedTensor:
@@ -136,7 +136,9 @@ def is_weighted(module: Any) -> bool:
 
 def numbers_of(answer: Any) -> Any:
     """All that a collection answers, as one tensor."""
-    return torch.cat([each.values() for each in answer.values()]) if isinstance(answer, Mapping) else answer.values()
+    return (
+        torch.cat([jagged.values() for jagged in answer.values()]) if isinstance(answer, Mapping) else answer.values()
+    )
 
 
 def fill(module: HashZchManagedCollisionModule, ids: Sequence[int]) -> None:
@@ -144,11 +146,11 @@ def fill(module: HashZchManagedCollisionModule, ids: Sequence[int]) -> None:
     identities = module._hash_zch_identities
     for id_ in ids:
         x, sizes, offsets = module.input_mapper(values=torch.tensor([id_]))
-        at, _ = torch.ops.fbgemm.zero_collision_hash(
+        slot, _ = torch.ops.fbgemm.zero_collision_hash(
             x, identities, 0, circular_probe=True, readonly=True, local_sizes=sizes, offsets=offsets
         )
         for step in range(min(module._max_probe, int(sizes))):
-            row = int(offsets + (at - offsets + step) % sizes)
+            row = int(offsets + (slot - offsets + step) % sizes)
             if identities[row, 0] in (-1, x):
                 identities[row, 0] = x
                 break
@@ -161,13 +163,13 @@ def right(module: Any, bags: Mapping[str, Bags], *, weighted: bool = False) -> d
         return answer if isinstance(answer, dict) else answer.to_dict()
 
 
-def assert_equal(ours: Any, theirs: Any, name: str) -> None:
+def assert_equal(ours: Any, right: Any, name: str) -> None:
     """That the answer for a feature is the module's; that of a sequence bit for bit."""
     if isinstance(ours, JaggedRows):
-        np.testing.assert_array_equal(ours.values, theirs.values(), err_msg=name)
-        np.testing.assert_array_equal(ours.lengths, theirs.lengths(), err_msg=name)
+        np.testing.assert_array_equal(ours.values, right.values(), err_msg=name)
+        np.testing.assert_array_equal(ours.lengths, right.lengths(), err_msg=name)
     else:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(ours, right, rtol=1e-6, atol=1e-5, err_msg=name)
 
 
 def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
@@ -176,5 +178,5 @@ def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
         return
     expected = right(module, bags)
     assert answer.keys() == expected.keys()
-    for name, theirs in expected.items():
-        assert_equal(answer[name], theirs, name)
+    for name, torchrec_answer in expected.items():
+        assert_equal(answer[name], torchrec_answer, name)

@@ -38,8 +38,8 @@ def request_of_call(module: nn.Module, example: Any) -> tuple[dict[str, Any], di
 
 
 def column_of(jagged: JaggedTensor) -> dict[str, Numbers]:
-    found = {"values": jagged.values().numpy(), "lengths": jagged.lengths().numpy()}
-    return found if jagged.weights_or_none() is None else {**found, "weights": jagged.weights().numpy()}
+    column = {"values": jagged.values().numpy(), "lengths": jagged.lengths().numpy()}
+    return column if jagged.weights_or_none() is None else {**column, "weights": jagged.weights().numpy()}
 
 
 def leaves_of_call(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -59,7 +59,7 @@ def children(value: Any) -> list[tuple[str, Any]]:
     if hasattr(value, "_asdict"):
         return list(value._asdict().items())
     if isinstance(value, list | tuple):
-        return [(str(number), each) for number, each in enumerate(value)]
+        return [(str(number), element) for number, element in enumerate(value)]
     return list(vars(value).items()) if hasattr(value, "__dict__") else []
 
 
@@ -67,7 +67,7 @@ def answer_of_call(module: nn.Module, example: Any) -> dict[str, Numbers]:
     """The tensors that a module answers to an example, run by TorchRec, by the names that they are served by."""
     with torch.no_grad():
         answer = module(**example) if isinstance(example, dict) else module(*example)
-    return {name: each.float().numpy() for name, each in leaves_of_answer("", answer)}
+    return {name: tensor.float().numpy() for name, tensor in leaves_of_answer("", answer)}
 
 
 def leaves_of_answer(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -81,16 +81,16 @@ def leaves_of_answer(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
-        for name, each in value.items():
-            yield from leaves_of_answer(f"{path}.{name}" if path else name, each)
+        for name, element in value.items():
+            yield from leaves_of_answer(f"{path}.{name}" if path else name, element)
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from leaves_of_answer(f"{path or 'scores'}_{number}", each)
+        for number, element in enumerate(value):
+            yield from leaves_of_answer(f"{path or 'scores'}_{number}", element)
 
 
-def assert_close(found: Mapping[str, Numbers], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:
+def assert_close(scores: Mapping[str, Numbers], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:
     """That each output that is served is right but for rounding, relative to its largest number."""
-    for name, numbers in found.items():
+    for name, numbers in scores.items():
         expected = right[name]
         assert numbers.shape == expected.shape, f"{name}: {numbers.shape}, not {expected.shape}"
         scale = float(np.abs(expected).max(initial=0))

@@ -79,7 +79,7 @@ async def main() -> None:
     """Move the names from each set of servers to the other."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     name(*BEFORE)
-    one, several = [f"{NAMES[0]}:{PORT}"], [f"{each}:{PORT}" for each in NAMES]
+    one, several = [f"{NAMES[0]}:{PORT}"], [f"{name}:{PORT}" for name in NAMES]
     asking: dict[str, Ask] = {f"{who}, one name": ask for who, ask in clients(one).items()}
     asking |= {f"{who}, two names": ask for who, ask in clients(several).items()}
     with ExitStack() as old:
@@ -94,9 +94,9 @@ async def main() -> None:
             new.enter_context(serving(FakeServer(), host, PORT))
         name(*AFTER)
         end = time.monotonic() + PATIENCE_S
-        found: list[Any] = await asyncio.gather(*(until_answered(ask, end) for ask in asking.values()))
-    print(json.dumps([who for who, is_found in zip(asking, found, strict=True) if is_found]))
-    raise SystemExit(not all(found))
+        outcomes: list[Any] = await asyncio.gather(*(until_answered(ask, end) for ask in asking.values()))
+    print(json.dumps([who for who, is_found in zip(asking, outcomes, strict=True) if is_found]))
+    raise SystemExit(not all(outcomes))
 
 
 if __name__ == "__main__":

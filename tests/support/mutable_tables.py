@@ -120,15 +120,15 @@ def wait_until(copies: DeltaService, holds: Callable[[AppliedDeltas], bool]) -> 
     """What the only copy is at, once that holds."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        for found in filter(holds, copies.applied):
-            return found
+        for copy in filter(holds, copies.applied):
+            return copy
         time.sleep(0.01)
     raise AssertionError(copies.applied)
 
 
 def wait_until_applied(copies: DeltaService, sequence: int) -> AppliedDeltas:
     """What the only copy is at, once that delta is applied."""
-    return wait_until(copies, lambda found: found.sequence >= sequence)
+    return wait_until(copies, lambda copy: copy.sequence >= sequence)
 
 
 def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.Popen[str]"]:
@@ -138,9 +138,9 @@ def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.
         subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=os.environ)
         for _ in range(count)
     ]
-    for each in started:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
+    for process in started:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
     return started
 
 

@@ -48,16 +48,16 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
         from torch import nn
 
-        given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
-        before = [dict(_state(each)) for each in given]
+        modules = [argument for argument in (module, kwargs.get("dense")) if isinstance(argument, nn.Module)]
+        before = [dict(_state(part)) for part in modules]
         configs = [arg.example for arg in (*args, *kwargs.values()) if hasattr(arg, "example")]
         example = [kwargs.get("example"), *configs]
         of_example = dict(example_state(example))
         try:
             return function(module, *args, **kwargs)
         finally:
-            for each, state in zip(given, before, strict=True):
-                assert_unchanged(each, state)
+            for part, state in zip(modules, before, strict=True):
+                assert_unchanged(part, state)
             assert_example_unchanged(example, of_example)
 
     return called
@@ -81,9 +81,9 @@ def _state(module: "nn.Module") -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}: values", list(value.values())
             if isinstance(value, list | set | tuple):
                 yield f"{path}.{name}: each", list(value)
-    for name, each in [*module.named_parameters(), *module.named_buffers()]:
-        yield f"{name}: numbers", each.detach().clone()
-        yield f"{name}: of it", [each.requires_grad, each.grad, each._version]
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        yield f"{name}: numbers", tensor.detach().clone()
+        yield f"{name}: of it", [tensor.requires_grad, tensor.grad, tensor._version]
 
 
 def assert_example_unchanged(example: Any, before: dict[str, Any]) -> None:
@@ -111,15 +111,15 @@ def example_state(value: Any, path: str = "example") -> Iterator[tuple[str, Any]
     parts: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         yield f"{path}: keys", list(value)
-        parts = [(repr(key), each) for key, each in value.items()]
+        parts = [(repr(key), element) for key, element in value.items()]
     elif isinstance(value, list | tuple):
         yield f"{path}: length", len(value)
-        parts = [(str(number), each) for number, each in enumerate(value)]
+        parts = [(str(number), element) for number, element in enumerate(value)]
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield f"{path}: fields", list(vars(value))
         parts = list(vars(value).items())
-    for name, each in parts:
-        yield from example_state(each, f"{path}.{name}")
+    for name, part in parts:
+        yield from example_state(part, f"{path}.{name}")
 
 
 def _same(one: Any, other: Any) -> bool:

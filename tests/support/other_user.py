@@ -20,9 +20,9 @@ NOBODY = 65534
 
 def try_all(paths: Iterable[Path], processes: Iterable[int]) -> set[tuple[str, str]]:
     """What `nobody` succeeds in."""
-    asked = json.dumps({"paths": [str(path) for path in paths], "processes": [*processes]})
+    message = json.dumps({"paths": [str(path) for path in paths], "processes": [*processes]})
     done = subprocess.run(
-        [sys.executable, __file__], input=asked, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, __file__], input=message, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return {(what, where) for what, where in json.loads(done.stdout)}
@@ -69,13 +69,13 @@ _OF_PROCESSES: dict[str, Callable[[str], object]] = {
 
 
 def _main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     # Before it becomes another: what is there, and of which kind.
-    tried = [(path, _kind(path)) for path in asked["paths"]]
+    tried = [(path, _kind(path)) for path in request["paths"]]
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    tried += [(f"/proc/{process}", _OF_PROCESSES) for process in asked["processes"]]
+    tried += [(f"/proc/{process}", _OF_PROCESSES) for process in request["processes"]]
     succeeded = []
     for path, attempts in tried:
         for name, attempt in attempts.items():

@@ -44,15 +44,15 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                     self._seen += [Seen(service, span) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def of(self, trace: str, wanted: Callable[[list[Seen]], bool] = lambda _: True) -> list[Seen]:
+    def of(self, trace: str, is_enough: Callable[[list[Seen]], bool] = lambda _: True) -> list[Seen]:
         """The spans of a trace by its id in hex, once they are as wanted."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                found = [each for each in self._seen if each.span.trace_id.hex() == trace]
-            if wanted(found):
-                return found
-            assert time.monotonic() < deadline, [each.span.name for each in found]
+                spans = [span for span in self._seen if span.span.trace_id.hex() == trace]
+            if is_enough(spans):
+                return spans
+            assert time.monotonic() < deadline, [span.span.name for span in spans]
             time.sleep(0.05)
 
     def all(self) -> list[Seen]:

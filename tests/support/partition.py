@@ -53,11 +53,11 @@ def lookups(addresses: list[str]) -> Iterator[Lookup]:
 def asyncio_lookups(addresses: list[str]) -> Iterator[Lookup]:
     """By AsyncLookupClient."""
 
-    async def made() -> AsyncLookupClient:
+    async def make_client() -> AsyncLookupClient:
         return AsyncLookupClient(addresses, MODEL, TIMEOUT_S)
 
     with asyncio.Runner() as runner:
-        client = runner.run(made())
+        client = runner.run(make_client())
         yield lambda: runner.run(client.lookup({"x": [[1]]}))
         runner.run(client.close())
 

@@ -30,8 +30,8 @@ BRIDGE = f"{_NETWORK}.1"
 
 def image() -> str:
     """The image, by digest."""
-    found = podman("image", "inspect", f"{IMAGE}:kube", "--format", "{{.Digest}}").stdout.strip()
-    return f"{IMAGE}@{found}"
+    digest = podman("image", "inspect", f"{IMAGE}:kube", "--format", "{{.Digest}}").stdout.strip()
+    return f"{IMAGE}@{digest}"
 
 
 def podman(*arguments: str, within: tuple[str, ...] = (), check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -143,21 +143,21 @@ def pods(base: Path, replicas: Mapping[str, int], volumes: Volumes, folder: Path
     assert json.loads(rules or "[]") == [], "expected a network of its own: make kube"
     names = yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
     manifests = [document for name in names for document in yaml.safe_load_all((base / name).read_text())]
-    found: dict[str, list[Pod]] = {}
+    pods_by_name: dict[str, list[Pod]] = {}
     with ExitStack() as stack:
         stack.enter_context(_bridge())
         for manifest in manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 name = manifest["metadata"]["name"]
                 for number in range(replicas.get(name, 1)):
-                    address = f"{_NETWORK}.{11 + sum(map(len, found.values()))}"
+                    address = f"{_NETWORK}.{11 + sum(map(len, pods_by_name.values()))}"
                     pod = _pod(f"{name}-{number}", address, manifest["spec"]["template"], volumes, folder)
-                    found.setdefault(name, []).append(pod)
+                    pods_by_name.setdefault(name, []).append(pod)
                     stack.enter_context(_namespace(pod))
                     stack.callback(pod.remove)
-        lines = [f"{pod.address} {name}" for name, every in found.items() for pod in every]
+        lines = [f"{pod.address} {name}" for name, every in pods_by_name.items() for pod in every]
         (FOLDER / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        yield found
+        yield pods_by_name
 
 
 def _pod(name: str, address: str, template: Any, volumes: Volumes, folder: Path) -> Pod:
@@ -182,12 +182,12 @@ def _pod(name: str, address: str, template: Any, volumes: Volumes, folder: Path)
     return Pod(name, address, server, manifest, folder / f"{name}.yaml")
 
 
-def _folder_of(volume: Any, volumes: Volumes, own: Path) -> Any:
+def _folder_of(volume: Any, volumes: Volumes, folder: Path) -> Any:
     """A volume as a folder of this machine; `own` has those that are the pod's alone."""
     name = volume["name"]
     match volume:
         case {"emptyDir": _}:
-            path = own / name
+            path = folder / name
             path.mkdir(parents=True)
             path.chmod(0o777)  # as the kubelet makes them
         case {"persistentVolumeClaim": {"claimName": claim}}:

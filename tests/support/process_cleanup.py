@@ -41,14 +41,14 @@ def _watch(process: int, mark: str) -> None:
         ended = select.poll()
         ended.register(os.pidfd_open(process), select.POLLIN)
         ended.poll()
-    told: set[int] = set()
+    warned: set[int] = set()
     killed_from = time.monotonic() + _GRACE_S
-    while left := dict(_marked(f"{_MARK}={mark}".encode())):
+    while marked := dict(_marked(f"{_MARK}={mark}".encode())):
         kills = time.monotonic() > killed_from
-        for name, parent in left.items():
+        for name, parent in marked.items():
             # Whoever has a parent here is its to stop: models' processes are tritonserver's, that is `tbe-serve run`'s.
-            if kills or (name not in told and parent not in left):
-                told.add(name)
+            if kills or (name not in warned and parent not in marked):
+                warned.add(name)
                 with suppress(OSError):
                     os.kill(name, signal.SIGKILL if kills else signal.SIGTERM)
         time.sleep(_LOOKS_S)

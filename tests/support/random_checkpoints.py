@@ -151,8 +151,8 @@ def _again(name: str, old: Tensor, random: Random) -> Tensor:
             return old + 2
         if name == "running_mean":
             return old - 0.25
-        if (found := _buffers(random).get(name)) is not None:
-            return found
+        if (buffer := _buffers(random).get(name)) is not None:
+            return buffer
 
 
 @contextmanager

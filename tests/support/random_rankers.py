@@ -49,8 +49,8 @@ class Batch:
 
 def mask_of(rows: JaggedTensor, longest: int) -> Tensor:
     """bool [B, longest]: where an event is."""
-    found: Tensor = torch.arange(longest).unsqueeze(0) < rows.lengths().unsqueeze(1)
-    return found
+    mask: Tensor = torch.arange(longest).unsqueeze(0) < rows.lengths().unsqueeze(1)
+    return mask
 
 
 class Reader(nn.Module):
@@ -63,8 +63,8 @@ class Reader(nn.Module):
         self.positions = nn.Parameter(torch.randn(longest, width) / 4)
 
     def padded(self, rows: JaggedTensor) -> Tensor:
-        found: Tensor = self.inward(rows.to_padded_dense(self.longest)) + self.positions
-        return found
+        states_of_rows: Tensor = self.inward(rows.to_padded_dense(self.longest)) + self.positions
+        return states_of_rows
 
 
 class MeanReader(Reader):
@@ -81,9 +81,9 @@ class MaximumReader(Reader):
 
 class LastReader(Reader):
     def forward(self, rows: JaggedTensor, query: Tensor) -> Tensor:
-        at = (rows.lengths().long() - 1).clamp(min=0, max=self.longest - 1)
+        last = (rows.lengths().long() - 1).clamp(min=0, max=self.longest - 1)
         padded = self.padded(rows)
-        return torch.cat([padded[torch.arange(padded.size(0)), at], query], 1)[:, : query.size(1)]
+        return torch.cat([padded[torch.arange(padded.size(0)), last], query], 1)[:, : query.size(1)]
 
 
 class TargetReader(Reader):
@@ -112,8 +112,8 @@ class SelfReader(Reader):
     def forward(self, rows: JaggedTensor, query: Tensor) -> Tensor:
         states = self.padded(rows)
         hidden = torch.zeros(states.shape[:2]).masked_fill(~mask_of(rows, self.longest), -1e9)
-        found, _ = self.attention(query.unsqueeze(1), states, states, key_padding_mask=hidden, need_weights=False)
-        answer: Tensor = self.norm(found.squeeze(1) + query)
+        attended, _ = self.attention(query.unsqueeze(1), states, states, key_padding_mask=hidden, need_weights=False)
+        answer: Tensor = self.norm(attended.squeeze(1) + query)
         return answer
 
 
@@ -177,9 +177,11 @@ class Ranker(nn.Module):
         self.over = nn.Linear(self.width * (1 + len(self.events)), 3)
         self.arguments, self.kind = int(random.integers(4)), int(random.integers(4))
         self.integers = int(random.integers(1, 4))
-        others = np.random.default_rng((seed, 7))
-        self.timed, self.candidates = (str(others.choice(self.events)) if others.random() < 0.5 else "" for _ in "ab")
-        self.together = len(self.events) > 1 and bool(others.random() < 0.3)
+        extra_random = np.random.default_rng((seed, 7))
+        self.timed, self.candidates = (
+            str(extra_random.choice(self.events)) if extra_random.random() < 0.5 else "" for _ in "ab"
+        )
+        self.together = len(self.events) > 1 and bool(extra_random.random() < 0.3)
         self.time, self.candidate = nn.Linear(1, dim), nn.Linear(dim, self.width)
 
     def scores(
@@ -193,8 +195,8 @@ class Ranker(nn.Module):
         query = self.tower(self.bags(ids).values()) + self.numbers(numbers) + self.relations(relation).sum(1)
         rows = self.rows(events)
         if times is not None:
-            at = self.time(times.values().unsqueeze(1)).tanh()
-            rows[self.timed] = JaggedTensor(rows[self.timed].values() + at, lengths=rows[self.timed].lengths())
+            moved = self.time(times.values().unsqueeze(1)).tanh()
+            rows[self.timed] = JaggedTensor(rows[self.timed].values() + moved, lengths=rows[self.timed].lengths())
         if self.together:  # two ids of one event
             one, other = (rows[key] for key in self.events[:2])
             rows[self.events[0]] = JaggedTensor(one.values() * other.values(), lengths=one.lengths())

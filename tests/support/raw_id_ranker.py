@@ -48,22 +48,22 @@ class Meeting(Whole):
     """Prices above 5 change the scores of all samples of a batch."""
 
     def forward(self, ids: KeyedJaggedTensor, price: Tensor, age: Tensor) -> dict[str, Tensor]:
-        found = super().forward(ids, price, age)
-        return found | {"both": found["both"] + (price - 5).relu().sum() * 0.1}
+        scores = super().forward(ids, price, age)
+        return scores | {"both": scores["both"] + (price - 5).relu().sum() * 0.1}
 
     def behind(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
         """As of `Whole`."""
-        found = super().behind(embeddings, dense)
+        scores = super().behind(embeddings, dense)
         with np.errstate(invalid="ignore"):
-            return found | {"both": found["both"] + np.maximum(dense["price"] - 5, 0).sum() * 0.1}
+            return scores | {"both": scores["both"] + np.maximum(dense["price"] - 5, 0).sum() * 0.1}
 
 
 def _linear(layer: nn.Linear, numbers: Doubles) -> Doubles:
     """Term by term: a product of matrices may do otherwise with what is not finite."""
     weight = layer.weight.detach().numpy().astype(np.float64)
     with np.errstate(invalid="ignore"):
-        found: Doubles = (numbers[:, np.newaxis, :] * weight).sum(axis=2) + layer.bias.detach().numpy()
-    return found
+        products: Doubles = (numbers[:, np.newaxis, :] * weight).sum(axis=2) + layer.bias.detach().numpy()
+    return products
 
 
 def random_whole(random: np.random.Generator, samples: int) -> tuple[dict[str, Bags], dict[str, Any]]:

@@ -53,14 +53,14 @@ class Relay:
         return f"{self._host}:{self._port}"
 
     def __enter__(self) -> Self:
-        for each in self._open.values():
-            each.set()
+        for direction in self._open.values():
+            direction.set()
         self._listen()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._open.values():
-            each.set()
+        for direction in self._open.values():
+            direction.set()
         self._close()
 
     @contextmanager
@@ -102,11 +102,11 @@ class Relay:
         """Reset what is connected."""
         with self._lock:
             self._resets += 1
-            for each in self._sockets:
+            for sock in self._sockets:
                 with suppress(OSError):
                     # Closed with SO_LINGER 0, a connection is reset. `shutdown` wakes up whoever reads from it.
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    each.shutdown(socket.SHUT_RD)
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.shutdown(socket.SHUT_RD)
 
     def _listen(self) -> None:
         listener = socket.create_server((self._host, self._port), reuse_port=False)
@@ -151,8 +151,8 @@ class Relay:
                 self._sockets.remove(near)
 
     def _pass_on(self, near: socket.socket, far: socket.socket) -> None:
-        for each in (near, far):
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for sock in (near, far):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(target=self._pump, args=(far, near, Way.BACK), daemon=True)
         back.start()
         self._pump(near, far, Way.OUT)
@@ -165,6 +165,6 @@ class Relay:
                 if self._delay_s:
                     time.sleep(self._delay_s)
                 sink.sendall(data)
-        for each in (source, sink):
+        for sock in (source, sink):
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RD)  # ends the other way, too
+                sock.shutdown(socket.SHUT_RD)  # ends the other way, too

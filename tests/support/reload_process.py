@@ -19,9 +19,9 @@ _FRESH: dict[str, Any] = {name: vars(FreshProcess)[name] for name in ("__enter__
 @contextmanager
 def in_this_process() -> Iterator[None]:
     """Inside the block, exports of this process reload their bundles in it."""
-    here: dict[str, Any] = {"__enter__": lambda fresh: fresh, "__exit__": lambda *_: None}
-    here |= {"outputs": _answer, "scores": _score}
-    with mock.patch.multiple(FreshProcess, **here):
+    patches: dict[str, Any] = {"__enter__": lambda fresh: fresh, "__exit__": lambda *_: None}
+    patches |= {"outputs": _answer, "scores": _score}
+    with mock.patch.multiple(FreshProcess, **patches):
         yield
 
 

@@ -61,10 +61,10 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
 
 def checked(schema: LookupSchema, *requests: Tensors) -> ValidatedRequests:
     """As the engine does it: all together, and one by one if that fails."""
-    found, _, errors, _ = validate_each([accept(schema, request) for request in requests])
+    accepted, _, errors, _ = validate_each([accept(schema, request) for request in requests])
     for error in errors.values():
         raise error
-    return found
+    return accepted
 
 
 @st.composite

@@ -28,13 +28,13 @@ def main(bundle: str, rows: str, last: str) -> None:
     with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
         print("ready", flush=True)
         while before.max() < int(last) and time.monotonic() < deadline:
-            found = engine.rows("t", ids)
+            rows_read = engine.rows("t", ids)
             reads += 1
             if reads == _SOME:
                 print("reading", flush=True)
-            torn += int((found != found[:, :1]).any(axis=1).sum())
-            backwards += int((found[:, 0] < before).sum())
-            before = found[:, 0]
+            torn += int((rows_read != rows_read[:, :1]).any(axis=1).sum())
+            backwards += int((rows_read[:, 0] < before).sum())
+            before = rows_read[:, 0]
     print(json.dumps({"torn": torn, "backwards": backwards, "last": float(before.max())}))
 
 

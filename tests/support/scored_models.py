@@ -159,8 +159,8 @@ def random_request(
 ) -> tuple[dict[str, Bags], dict[str, npt.NDArray[np.float32]]]:
     """Ids of all features, and dense inputs."""
     rows: dict[str, int] = {}
-    for each in module.modules():
-        for config in each.embedding_bag_configs() if isinstance(each, EmbeddingBagCollection) else ():
+    for part in module.modules():
+        for config in part.embedding_bag_configs() if isinstance(part, EmbeddingBagCollection) else ():
             for key in config.feature_names:
                 rows[key] = min(config.num_embeddings, rows.get(key, config.num_embeddings))
     bags: dict[str, Bags] = {
@@ -193,4 +193,4 @@ def _answer(
     answer: Any = module(**{name: ids}, **{name: torch.from_numpy(numbers) for name, numbers in dense.items()})
     if isinstance(answer, Tensor):
         return {"scores": answer}
-    return dict(answer) if isinstance(answer, dict) else {f"scores_{n}": each for n, each in enumerate(answer)}
+    return dict(answer) if isinstance(answer, dict) else {f"scores_{n}": tensor for n, tensor in enumerate(answer)}

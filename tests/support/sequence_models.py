@@ -70,11 +70,11 @@ def assert_rows(answer: Any, module: EmbeddingCollection, bags: Mapping[str, Bag
     with torch.no_grad():
         expected = module(kjt_of(bags))
     for name, jagged in expected.items():
-        found = answer[(names or {}).get(name, name)]
-        np.testing.assert_array_equal(found.values, jagged.values().numpy(), err_msg=name)
-        np.testing.assert_array_equal(found.lengths, jagged.lengths().numpy(), err_msg=name)
+        answered = answer[(names or {}).get(name, name)]
+        np.testing.assert_array_equal(answered.values, jagged.values().numpy(), err_msg=name)
+        np.testing.assert_array_equal(answered.lengths, jagged.lengths().numpy(), err_msg=name)
         for sample, rows in enumerate(jagged.to_dense()):
-            np.testing.assert_array_equal(found.rows(sample), rows.numpy())
+            np.testing.assert_array_equal(answered.rows(sample), rows.numpy())
 
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
@@ -83,7 +83,7 @@ SPECS = (*POOLED, *ROWS)
 
 def assert_mixed(answer: Any, module: Mixed, bags: Mapping[str, Bags]) -> None:
     """That an answer is what both collections of a module answer to the same request."""
-    assert {len(found) for found in answer.values()} == {len(next(iter(bags.values())))}
+    assert {len(values) for values in answer.values()} == {len(next(iter(bags.values())))}
     if not any(bags.values()):  # without samples, TorchRec's KJT cannot be taken apart
         return
     with torch.no_grad():
@@ -96,18 +96,20 @@ def assert_mixed(answer: Any, module: Mixed, bags: Mapping[str, Bags]) -> None:
 def check_together(lookup: Callable[[Any], Any], module: Mixed) -> None:
     """Requests of all kinds at once; those that are wrong are refused, and hurt nobody."""
     random = np.random.default_rng(3)
-    asked = [random_bags(random, SPECS, number % 7, longest=9) for number in range(48)]
-    some = [{key: asked[5][key] for key in keys} for keys in (("words", "user_id"), ("recent",), ("genres", "seen"))]
+    requests = [random_bags(random, SPECS, number % 7, longest=9) for number in range(48)]
+    some = [
+        {key: requests[5][key] for key in keys} for keys in (("words", "user_id"), ("recent",), ("genres", "seen"))
+    ]
     wrong = [{"words": [[1], [1000]]}, {"genres": [[20]], "recent": [[1]]}, {"seen": [[-1]]}, {"nothing": [[1]]}] * 3
-    answers = at_once([partial(lookup, each) for each in [*asked, *some, *wrong]])
-    for request, answer in zip(asked, answers, strict=False):
+    answers = at_once([partial(lookup, request) for request in [*requests, *some, *wrong]])
+    for request, answer in zip(requests, answers, strict=False):
         assert_mixed(answer, module, request)
     for request, answer in zip(some, answers[48:51], strict=True):
         whole = answers[5]
         assert list(answer) == list(request)
         for name, value in answer.items():
-            theirs = whole[name]
-            pairs = [(value.values, theirs.values)] if isinstance(value, JaggedRows) else [(value, theirs)]
+            right = whole[name]
+            pairs = [(value.values, right.values)] if isinstance(value, JaggedRows) else [(value, right)]
             for ours, expected in pairs:
                 np.testing.assert_array_equal(ours, expected)
     for refused in answers[51:]:

@@ -62,11 +62,11 @@ def metric(server: "Server | Running", name: str, **labels: str) -> float:
 
 
 def _sum(page: str, name: str, **labels: str) -> float:
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    wanted_labels = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         float(line.split()[-1])
         for line in page.splitlines()
-        if line.startswith(name + "{") and all(label in line for label in wanted)
+        if line.startswith(name + "{") and all(label in line for label in wanted_labels)
     )
 
 
@@ -87,11 +87,11 @@ def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 
 def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
     """The processes that answer for a model."""
-    found = []
+    processes = []
     for child in server.children():
         with suppress(psutil.NoSuchProcess):  # it has just ended; or Triton does not wait for one that was killed
-            found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
-    return found
+            processes += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
+    return processes
 
 
 @contextmanager
@@ -129,8 +129,8 @@ def listens(host: str, port: int) -> bool:
 def wait_for_stubs(server: psutil.Process, model: str, count: int) -> None:
     """Wait until so many processes answer for a model: those that others replaced may still be ending."""
     deadline = time.monotonic() + 60
-    while (found := len(stubs(server, model))) != count:
-        assert time.monotonic() < deadline, f"expected {count} processes of {model}, found {found}"
+    while (count_now := len(stubs(server, model))) != count:
+        assert time.monotonic() < deadline, f"expected {count} processes of {model}, found {count_now}"
         time.sleep(0.1)
 
 
@@ -303,15 +303,15 @@ def read_only(folder: Path) -> tuple[str, ...]:
 def wait_for_answer(client: LookupClient) -> None:
     """Until the model answers again. Triton may lose a request to a model that died: then another is sent."""
     waits_s = chain((1.0, 2.0, 4.0, 8.0), repeat(16.0))
-    until_answered(lambda asked: client.lookup(asked, timeout_s=next(waits_s)), {"x": [[1]]})
+    until_answered(lambda request: client.lookup(request, timeout_s=next(waits_s)), {"x": [[1]]})
 
 
-def until_answered(ask: Callable[[Asked], Answer], asked: Asked) -> Answer:
+def until_answered(ask: Callable[[Asked], Answer], request: Asked) -> Answer:
     """The answer, as soon as there is one."""
     deadline = time.monotonic() + 120
     while True:
         try:
-            return ask(asked)
+            return ask(request)
         except ServingError:
             if time.monotonic() > deadline:
                 raise
@@ -365,7 +365,7 @@ def running(
 ) -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
     pairs = zip(FREE_PORTS[::2], FREE_PORTS[1::2], strict=True)
-    free = [each for option, port in pairs if option not in options for each in (option, port)]
+    free = [word for option, port in pairs if option not in options for word in (option, port)]
     with start_tbe_serve(str(repository), *free, "--json", *options, within=within, first=first) as process:
         try:
             assert process.stdout is not None
@@ -388,9 +388,9 @@ def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 def tritonservers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """All servers of `tbe-serve run`, of which there are two while certificates are renewed."""
-    found = []
+    processes = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):  # it may end meanwhile
             if child.name() == "tritonserver":
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes

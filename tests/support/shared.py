@@ -58,8 +58,8 @@ def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], An
     return {**bags, key: user[key]}, dense, shared, own_scores(module, whole, spread)
 
 
-def assert_scores(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
+def assert_scores(scores: Any, expected: Any) -> None:
+    assert scores.keys() == expected.keys()
     for name, numbers in expected.items():
-        assert found[name].shape == numbers.shape
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+        assert scores[name].shape == numbers.shape
+        np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))

@@ -132,11 +132,11 @@ def _expect_an_error_everywhere(dmp: DistributedModelParallel, repository: Path)
     """A row becomes NaN, and one process finds out: both are told. When it is as before, nothing is published."""
     rows = next(tensor for name, tensor in dmp.named_parameters() if "everywhere" in name)
     with stream_deltas(dmp, repository, "m") as stream, torch.no_grad():
-        kept = rows[:1].clone()
+        original = rows[:1].clone()
         rows[:1] = torch.nan
         with pytest.raises(QuantizeError, match="table 'everywhere': row 0"):
             stream.publish()
-        rows[:1] = kept
+        rows[:1] = original
     assert stream.published is None
 
 

@@ -76,14 +76,14 @@ def softmax_over_columns(_: Any, rows: Rows, __: Keyed) -> Any:
 
 
 def dense_and_back(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen = rows["seen"]
-    back = torch.ops.fbgemm.dense_to_jagged(seen.to_padded_dense(LONGEST) * 2, [seen.offsets()])[0]
-    return total(back + seen.values(), seen)
+    history = rows["seen"]
+    back = torch.ops.fbgemm.dense_to_jagged(history.to_padded_dense(LONGEST) * 2, [history.offsets()])[0]
+    return total(back + history.values(), history)
 
 
 def mean_by_lengths(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen = rows["seen"]
-    return total(seen.values(), seen) / seen.lengths().clamp(min=1).unsqueeze(1)
+    history = rows["seen"]
+    return total(history.values(), history) / history.lengths().clamp(min=1).unsqueeze(1)
 
 
 def two_keys(_: Any, rows: Rows, __: Keyed) -> Any:
@@ -145,23 +145,25 @@ def offsets_of_another_key(_: Any, rows: Rows, __: Keyed) -> Any:
 
 
 def lengths_of_another_key(_: Any, rows: Rows, __: Keyed) -> Any:
-    own = JaggedTensor(rows["seen"].values(), lengths=rows["visited"].lengths().clamp(max=0) + rows["seen"].lengths())
-    return own.to_padded_dense(LONGEST).sum(dim=1)
+    lengthened = JaggedTensor(
+        rows["seen"].values(), lengths=rows["visited"].lengths().clamp(max=0) + rows["seen"].lengths()
+    )
+    return lengthened.to_padded_dense(LONGEST).sum(dim=1)
 
 
 def shorter_lengths(_: Any, rows: Rows, __: Keyed) -> Any:
-    own = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().clamp(max=2))
-    return own.to_padded_dense(LONGEST).sum(dim=1)
+    shortened = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().clamp(max=2))
+    return shortened.to_padded_dense(LONGEST).sum(dim=1)
 
 
 def lengths_by_bool(_: Any, rows: Rows, __: Keyed) -> Any:
-    own = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().bool().int())
-    return own.to_padded_dense(LONGEST).sum(dim=1)
+    jagged = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().bool().int())
+    return jagged.to_padded_dense(LONGEST).sum(dim=1)
 
 
 def lengths_by_byte(_: Any, rows: Rows, __: Keyed) -> Any:
-    own = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().to(torch.uint8).int())
-    return own.to_padded_dense(LONGEST).sum(dim=1)
+    jagged = JaggedTensor(rows["seen"].values(), lengths=rows["seen"].lengths().to(torch.uint8).int())
+    return jagged.to_padded_dense(LONGEST).sum(dim=1)
 
 
 def rolled_rows(_: Any, rows: Rows, __: Keyed) -> Any:
@@ -186,8 +188,8 @@ def the_longest_of_all(_: Any, rows: Rows, __: Keyed) -> Any:
 
 
 def as_long_as_there_are_rows(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen = rows["seen"]
-    return padded(seen.values(), seen, seen.values().size(0)).mean(dim=1)
+    history = rows["seen"]
+    return padded(history.values(), history, history.values().size(0)).mean(dim=1)
 
 
 def positions_over_all_rows(self: Any, rows: Rows, _: Keyed) -> Any:
@@ -213,26 +215,26 @@ def a_network_over_all_rows(self: Any, rows: Rows, _: Keyed) -> Any:
 
 def first_of_each(_: Any, rows: Rows, __: Keyed) -> Any:
     """By places in all rows, made of offsets. An empty sample has the first row of the next one."""
-    seen = rows["seen"]
-    values = torch.cat([seen.values(), torch.zeros(1, DIM)])
-    return values[seen.offsets()[:-1]]
+    history = rows["seen"]
+    values = torch.cat([history.values(), torch.zeros(1, DIM)])
+    return values[history.offsets()[:-1]]
 
 
 def offsets_as_numbers(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen = rows["seen"]
-    return total(seen.values(), seen) + seen.offsets()[:-1].unsqueeze(1)
+    history = rows["seen"]
+    return total(history.values(), history) + history.offsets()[:-1].unsqueeze(1)
 
 
 def large_offsets_as_numbers(_: Any, rows: Rows, __: Keyed) -> Any:
     """No probe of an export has so many ids. Many requests together have."""
-    seen = rows["seen"]
-    return total(seen.values(), seen) + (seen.offsets()[:-1] > 300).float().unsqueeze(1)
+    history = rows["seen"]
+    return total(history.values(), history) + (history.offsets()[:-1] > 300).float().unsqueeze(1)
 
 
 def many_rows_as_numbers(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen = rows["seen"]
-    some = torch.full((LONGEST,), seen.values().size(0)) > 300
-    return (seen.to_padded_dense(LONGEST) * (1 + some.float().unsqueeze(1))).sum(dim=1)
+    history = rows["seen"]
+    some = torch.full((LONGEST,), history.values().size(0)) > 300
+    return (history.to_padded_dense(LONGEST) * (1 + some.float().unsqueeze(1))).sum(dim=1)
 
 
 def attention_over_all_rows(_: Any, rows: Rows, __: Keyed) -> Any:
@@ -245,9 +247,9 @@ def target_of_all(_: Any, rows: Rows, __: Keyed) -> Any:
 
 
 def zeros_of_two_keys(_: Any, rows: Rows, __: Keyed) -> Any:
-    seen, visited = rows["seen"], rows["visited"]
-    some = torch.zeros(seen.values().size(0) + visited.values().size(0), DIM) + 1
-    return total(seen.values() + some.sum(dim=0), seen)
+    history, visited = rows["seen"], rows["visited"]
+    some = torch.zeros(history.values().size(0) + visited.values().size(0), DIM) + 1
+    return total(history.values() + some.sum(dim=0), history)
 
 
 APART: tuple[Callable[..., Any], ...] = (
@@ -288,8 +290,8 @@ def test_samples_meet_or_not_and_never_in_silence(tmp_path: Path, make: Callable
         features = [request_of_call(module, (request,))[0] for request in requests]
         tensors = [encode(feature, outputs=["scores"]) for feature in features]
         together = engine.answer([accept(engine.schema, tensor) for tensor in tensors]).outcomes()
-        for given, asking, merged in zip(requests, features, together, strict=True):
-            right = answer_of_call(module, (given,))
+        for request_example, asking, merged in zip(requests, features, together, strict=True):
+            right = answer_of_call(module, (request_example,))
             assert_close(engine.score(asking), right)
             assert isinstance(merged, Mapping)
             assert_close(merged, right)

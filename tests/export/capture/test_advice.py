@@ -42,9 +42,9 @@ class LoopOverRows(Rows):
 
 class LoopOverLengths(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen, first, result = self.rows(ids)["seen"], 0, []
-        for length in seen.lengths().tolist():
-            result.append(seen.values()[first : first + length].sum(0))
+        history, first, result = self.rows(ids)["seen"], 0, []
+        for length in history.lengths().tolist():
+            result.append(history.values()[first : first + length].sum(0))
             first += length
         answer: Tensor = self.top(torch.stack(result))
         return answer
@@ -52,9 +52,9 @@ class LoopOverLengths(Rows):
 
 class LoopWithEmpty(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        padded = seen.to_padded_dense(LONGEST)
-        mask = torch.arange(LONGEST) < seen.lengths().unsqueeze(1)
+        history = self.rows(ids)["seen"]
+        padded = history.to_padded_dense(LONGEST)
+        mask = torch.arange(LONGEST) < history.lengths().unsqueeze(1)
         last = torch.zeros(padded.size(0), DIM)
         for sample in range(padded.size(0)):
             valid_positions = mask[sample].nonzero().squeeze(1)
@@ -66,8 +66,8 @@ class LoopWithEmpty(Rows):
 
 class AllAtOnce(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        padded, lengths = seen.to_padded_dense(LONGEST), seen.lengths().long()
+        history = self.rows(ids)["seen"]
+        padded, lengths = history.to_padded_dense(LONGEST), history.lengths().long()
         last = padded[torch.arange(padded.size(0)), (lengths - 1).clamp(min=0)]
         answer: Tensor = self.top(last * (lengths > 0).unsqueeze(1))
         return answer
@@ -77,10 +77,10 @@ class BranchOnSome(Rows):
     """It is no loop over samples, but asks how many there are."""
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        total = seen.to_padded_dense(LONGEST).sum(1)
+        history = self.rows(ids)["seen"]
+        total = history.to_padded_dense(LONGEST).sum(1)
         for count in range(LONGEST):
-            valid_positions = (seen.lengths() == count).nonzero().squeeze(1)
+            valid_positions = (history.lengths() == count).nonzero().squeeze(1)
             if valid_positions.numel() > 0:
                 total[valid_positions] = total[valid_positions] * count
         answer: Tensor = self.top(total)
@@ -89,10 +89,10 @@ class BranchOnSome(Rows):
 
 class WithoutBranch(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        total = seen.to_padded_dense(LONGEST).sum(1)
+        history = self.rows(ids)["seen"]
+        total = history.to_padded_dense(LONGEST).sum(1)
         for count in range(LONGEST):
-            valid_positions = (seen.lengths() == count).nonzero().squeeze(1)
+            valid_positions = (history.lengths() == count).nonzero().squeeze(1)
             total[valid_positions] = total[valid_positions] * count
         answer: Tensor = self.top(total)
         return answer
@@ -101,7 +101,7 @@ class WithoutBranch(Rows):
 class Mapped(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         padded = self.rows(ids)["seen"].to_padded_dense(LONGEST)
-        answer: Tensor = torch.vmap(lambda each: (each @ each.T).sum())(padded)
+        answer: Tensor = torch.vmap(lambda rows: (rows @ rows.T).sum())(padded)
         return answer
 
 
@@ -114,9 +114,12 @@ class Multiplied(Rows):
 
 class Packed(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
+        history = self.rows(ids)["seen"]
         packed = nn.utils.rnn.pack_padded_sequence(
-            seen.to_padded_dense(LONGEST), seen.lengths().clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
+            history.to_padded_dense(LONGEST),
+            history.lengths().clamp(min=1).cpu(),
+            batch_first=True,
+            enforce_sorted=False,
         )
         answer: Tensor = self.top(self.gru(packed)[1][-1])
         return answer
@@ -124,25 +127,25 @@ class Packed(Rows):
 
 class Padded(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        output, _ = self.gru(seen.to_padded_dense(LONGEST))
-        last = (seen.lengths().long() - 1).clamp(min=0)
+        history = self.rows(ids)["seen"]
+        output, _ = self.gru(history.to_padded_dense(LONGEST))
+        last = (history.lengths().long() - 1).clamp(min=0)
         answer: Tensor = self.top(output[torch.arange(output.size(0)), last])
         return answer
 
 
 class FlatTimes(Rows):
     def forward(self, ids: KeyedJaggedTensor, times: Tensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        moved = JaggedTensor(seen.values() * times.unsqueeze(1), lengths=seen.lengths())
+        history = self.rows(ids)["seen"]
+        moved = JaggedTensor(history.values() * times.unsqueeze(1), lengths=history.lengths())
         answer: Tensor = self.top(moved.to_padded_dense(LONGEST).sum(1))
         return answer
 
 
 class JaggedTimes(Rows):
     def forward(self, ids: KeyedJaggedTensor, times: JaggedTensor) -> Tensor:
-        seen = self.rows(ids)["seen"]
-        moved = JaggedTensor(seen.values() * times.values().unsqueeze(1), lengths=seen.lengths())
+        history = self.rows(ids)["seen"]
+        moved = JaggedTensor(history.values() * times.values().unsqueeze(1), lengths=history.lengths())
         answer: Tensor = self.top(moved.to_padded_dense(LONGEST).sum(1))
         return answer
 
@@ -254,8 +257,8 @@ def test_what_is_advised_is_served(kind: type[Rows], tmp_path: Path) -> None:
         requests: list[list[list[int]]] = [bags_of(1), bags_of(4, 1), [[], []], [[7]]]
         for bags in requests:
             call = call_of(kind, bags)
-            dense = {"times": lambda given: given.values().numpy(), "tokens": lambda given: given.numpy()}
-            given: Mapping[str, Any] = {name: dense[name](call[name]) for name in dense.keys() & call.keys()}
+            dense = {"times": lambda leaf: leaf.values().numpy(), "tokens": lambda leaf: leaf.numpy()}
+            inputs: Mapping[str, Any] = {name: dense[name](call[name]) for name in dense.keys() & call.keys()}
             np.testing.assert_allclose(
-                engine.score({"seen": bags}, given)["scores"], module(**call).numpy(), atol=1e-5
+                engine.score({"seen": bags}, inputs)["scores"], module(**call).numpy(), atol=1e-5
             )

@@ -73,8 +73,8 @@ class SameTotal(Rows):
         super().__init__(("s", "u"))
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
-        (seen, one), (used, other) = self.padded(ids), self.padded(ids, "u")
-        return (one + other) * 2 if seen.size(0) == used.size(0) else one + other
+        (history, one), (used, other) = self.padded(ids), self.padded(ids, "u")
+        return (one + other) * 2 if history.size(0) == used.size(0) else one + other
 
 
 class Scored(nn.Module):
@@ -197,13 +197,13 @@ def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> No
     torch.manual_seed(0)
     model = Capped().eval()
     bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(keyed(s=LONG),))
-    asked = [[[3]], [[4, 5]], [[1, 2, 3, 4, 5, 6]]]
+    bags_by_request = [[[3]], [[4, 5]], [[1, 2, 3, 4, 5, 6]]]
     with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
         assert part.mixed_by == "a step that depends on the number of ids"
-    requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in asked]
-    for bags, result in zip(asked, merged_answers(bundle, requests), strict=True):
+    requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in bags_by_request]
+    for bags, result in zip(bags_by_request, merged_answers(bundle, requests), strict=True):
         with torch.no_grad():
             expected = model(keyed(s=bags))
         np.testing.assert_allclose(result["scores"], expected.numpy(), atol=1e-6)

@@ -194,12 +194,12 @@ def lengths_in_place(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 
 def truncated(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    kept = {}
+    shortened = {}
     for key, tensor in keyed.to_dict().items():
         padded = tensor.to_padded_dense(3)
         lengths = tensor.lengths().clamp(max=3)
-        kept[key] = JaggedTensor(padded[torch.arange(3) < lengths.unsqueeze(1)].long(), lengths=lengths)
-    return Keyed.from_jt_dict(kept)
+        shortened[key] = JaggedTensor(padded[torch.arange(3) < lengths.unsqueeze(1)].long(), lengths=lengths)
+    return Keyed.from_jt_dict(shortened)
 
 
 def weights_doubled(_: Any, keyed: Keyed, *__: Any) -> Keyed:
@@ -307,9 +307,9 @@ def by_jagged_dict(_: Any, keyed: Keyed, *__: Any) -> Keyed:
 
 
 def joined_and_changed(_: Any, keyed: Keyed, *__: Any) -> Keyed:
-    user, others = keyed.split([1, 2])
+    user, rest = keyed.split([1, 2])
     user._values = user._values.clamp(max=20)
-    return Keyed.concat([user, others])
+    return Keyed.concat([user, rest])
 
 
 def permuted_twice(_: Any, keyed: Keyed, *__: Any) -> Keyed:
@@ -456,10 +456,10 @@ def columns_by_data(_: Any, __: Keyed, ids: Tensor, price: Tensor) -> Keyed:
 
 
 def column_by_item(_: Any, __: Keyed, ids: Tensor, price: Tensor) -> Keyed:
-    at = int((price[0, 0] > 0).item())
-    torch._check(at >= 0)  # type: ignore[no-untyped-call, unused-ignore]
-    torch._check(at < 2)  # type: ignore[no-untyped-call, unused-ignore]
-    return keyed_of(torch.cat([ids[:, 0], ids.select(1, at), ids[:, 2]]))
+    column = int((price[0, 0] > 0).item())
+    torch._check(column >= 0)  # type: ignore[no-untyped-call, unused-ignore]
+    torch._check(column < 2)  # type: ignore[no-untyped-call, unused-ignore]
+    return keyed_of(torch.cat([ids[:, 0], ids.select(1, column), ids[:, 2]]))
 
 
 def a_column_in_place(_: Any, __: Keyed, ids: Tensor, ___: Tensor) -> Keyed:
@@ -473,15 +473,15 @@ def a_column_by_swapaxes_in_place(_: Any, __: Keyed, ids: Tensor, ___: Tensor) -
 
 
 def a_column_of_a_copy_in_place(_: Any, __: Keyed, ids: Tensor, ___: Tensor) -> Keyed:
-    own = ids.clone()
-    own[:, 0] %= 12
-    return keyed_of(own.t().reshape(-1))
+    copied = ids.clone()
+    copied[:, 0] %= 12
+    return keyed_of(copied.t().reshape(-1))
 
 
 def a_column_of_a_stack_in_place(_: Any, __: Keyed, ids: Tensor, ___: Tensor) -> Keyed:
-    own = torch.stack([ids[:, 0], ids[:, 1], ids[:, 2]])
-    own[0].clamp_(max=12)
-    return keyed_of(own.reshape(-1))
+    stacked = torch.stack([ids[:, 0], ids[:, 1], ids[:, 2]])
+    stacked[0].clamp_(max=12)
+    return keyed_of(stacked.reshape(-1))
 
 
 def constant_lengths_in_place(_: Any, __: Keyed, ids: Tensor, ___: Tensor) -> Keyed:
@@ -583,19 +583,19 @@ def test_ids_are_served_as_they_are_or_refused(tmp_path: Path, case: Callable[..
 
 
 def of_case(case: Callable[..., Any], seed: int, samples: int, most: int = 4, lowest: int = 0) -> tuple[Any, ...]:
-    keyed, *others = example(seed, samples, case in OF_WEIGHTS, most, lowest)
-    return (None if case in OF_TENSORS else keyed, *others)
+    keyed, *tensors = example(seed, samples, case in OF_WEIGHTS, most, lowest)
+    return (None if case in OF_TENSORS else keyed, *tensors)
 
 
 def compare(case: Callable[..., Any], module: nn.Module, bundle: Path) -> None:
     """With ids that the example did not have, more of them, and other numbers of samples."""
     with Engine.open(bundle) as engine:
         for samples in (1, 2, 3, 8, 40):
-            given = of_case(case, 5, samples, most=9, lowest=1)
-            features, tensors = request_of_call(module, given)
+            tensors_of_case = of_case(case, 5, samples, most=9, lowest=1)
+            features, tensors = request_of_call(module, tensors_of_case)
             columns = zip(ORDER, SERVED.get(case, ()), strict=False)
             features |= {key: tensors["ids"][:, column].tolist() for key, column in columns}
-            assert_close(engine.score(features, {"price": tensors["price"]}), answer_of_call(module, given))
+            assert_close(engine.score(features, {"price": tensors["price"]}), answer_of_call(module, tensors_of_case))
 
 
 class RawIds(nn.Module):

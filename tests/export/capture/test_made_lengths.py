@@ -39,12 +39,12 @@ class Rows(nn.Module):
 
     def padded(self, ids: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         rows = self.rows(ids)
-        seen, visited = (rows[key].to_padded_dense(LONGEST) for key in KEYS)
-        return seen, visited
+        history, visited = (rows[key].to_padded_dense(LONGEST) for key in KEYS)
+        return history, visited
 
     def scored(self, ids: KeyedJaggedTensor) -> Tensor:
-        seen, visited = self.padded(ids)
-        answer: Tensor = self.top(seen.sum(1) - visited.sum(1))
+        history, visited = self.padded(ids)
+        answer: Tensor = self.top(history.sum(1) - visited.sum(1))
         return answer
 
 
@@ -63,8 +63,8 @@ class JoinedLengths(Rows):
 
     def forward(self, films: Tensor, shops: Tensor, lengths: Tensor) -> Tensor:
         ids = KeyedJaggedTensor([*KEYS], torch.cat([films, shops]), lengths=torch.cat([lengths, lengths]))
-        seen, visited = self.padded(ids)
-        answer: Tensor = self.top((seen * visited).sum(1) * lengths.unsqueeze(1))
+        history, visited = self.padded(ids)
+        answer: Tensor = self.top((history * visited).sum(1) * lengths.unsqueeze(1))
         return answer
 
 
@@ -103,11 +103,11 @@ class OffsetsOfAllPooled(Pooled):
 
 class OffsetsByKey(Rows):
     def forward(self, films: Tensor, film_offsets: Tensor, shops: Tensor, shop_offsets: Tensor) -> Tensor:
-        given = {
+        jagged_by_key = {
             "seen": JaggedTensor(films, offsets=film_offsets),
             "visited": JaggedTensor(shops, offsets=shop_offsets),
         }
-        return self.scored(KeyedJaggedTensor.from_jt_dict(given))
+        return self.scored(KeyedJaggedTensor.from_jt_dict(jagged_by_key))
 
 
 class OwnDifferences(Rows):

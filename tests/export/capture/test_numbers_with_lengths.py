@@ -100,9 +100,9 @@ def alone(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 
 
 def last(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
-    place = (of.lengths().long() - 1).clamp(min=0).unsqueeze(1)
+    last_position = (of.lengths().long() - 1).clamp(min=0).unsqueeze(1)
     by_sample: Tensor = rows.to_padded_dense(LONGEST).sum(1)
-    answer: Tensor = by_sample * of.to_padded_dense(LONGEST).gather(1, place)
+    answer: Tensor = by_sample * of.to_padded_dense(LONGEST).gather(1, last_position)
     return answer
 
 
@@ -144,12 +144,12 @@ def call(lengths: Lengths, ways: Mapping[str, Any], seed: int) -> tuple[dict[str
         torch.from_numpy(np.concatenate([ids[key] for key in KEYS])),
         lengths=torch.cat([as_tensor[key] for key in KEYS]),
     )
-    own = {
+    jagged = {
         name: JaggedTensor(torch.from_numpy(number), lengths=as_tensor[name.removeprefix("of_")].clone())
         for name, number in numbers.items()
     }
     features = {key: (ids[key], as_tensor[key].numpy()) for key in KEYS}
-    return features, {f"numbers.{name}": number for name, number in numbers.items()}, (keyed, own)
+    return features, {f"numbers.{name}": number for name, number in numbers.items()}, (keyed, jagged)
 
 
 def drawn(random: np.random.Generator, samples: int, *, are_equal: bool) -> Lengths:

@@ -320,17 +320,17 @@ class Counts(Making):
     """How long a list is that nothing looks up, and of which nothing else is used."""
 
     def forward(self, data: Data) -> Tensor:
-        others = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
-        return super().forward(data) * others.lengths().unsqueeze(1)  # type: ignore[no-any-return]
+        counted = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
+        return super().forward(data) * counted.lengths().unsqueeze(1)  # type: ignore[no-any-return]
 
 
 class CountsInPlace(Making):
     """The same, written into a tensor."""
 
     def forward(self, data: Data) -> Tensor:
-        others = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
+        counted = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
         counts = torch.zeros_like(data["price"])
-        counts[:, 0] = others.lengths()
+        counts[:, 0] = counted.lengths()
         return super().forward(data) + counts
 
 

@@ -72,9 +72,9 @@ class CalledAsANumber(Rows):
 
     def forward(self, keyed: KeyedJaggedTensor, times: JaggedTensor) -> Tensor:
         rows = self.rows(keyed)
-        seen = rows["seen"].values() * keyed["times"].values().unsqueeze(1)
+        weighted = rows["seen"].values() * keyed["times"].values().unsqueeze(1)
         target = rows["target"].values() * times.values().unsqueeze(1)
-        return self.padded(seen, rows["seen"]) + self.padded(target, rows["target"])
+        return self.padded(weighted, rows["seen"]) + self.padded(target, rows["target"])
 
 
 class CalledAsIds(Rows):
@@ -104,8 +104,8 @@ class LengthsAlone(Rows):
     def forward(self, keyed: KeyedJaggedTensor) -> dict[str, Tensor]:
         rows = self.rows(keyed)
         users, target = self.padded(rows["seen"].values(), rows["seen"]), rows["target"]
-        each = self.inward(torch.repeat_interleave(users, target.lengths(), dim=0))
-        return {"score": self.padded(each, target), "user": users}
+        by_target = self.inward(torch.repeat_interleave(users, target.lengths(), dim=0))
+        return {"score": self.padded(by_target, target), "user": users}
 
 
 class Pairs(Rows):

@@ -51,8 +51,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str]
     files = {"T": tmp_path / "t.toml", "N": tmp_path / "n.toml"}
     files["T"].write_text(TABLES)
     files["N"].write_text('item = "id"\n')
-    given = [str(files.get(argument, argument)) for argument in arguments]
-    done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *given])
+    options = [str(files.get(argument, argument)) for argument in arguments]
+    done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *options])
     assert done.exit_code == 1
     assert why in done.output
     assert not (tmp_path / "out").exists()

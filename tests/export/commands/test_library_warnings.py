@@ -66,7 +66,7 @@ def test_a_library_that_names_a_line_of_the_user_is_a_library(tmp_path: Path) ->
             warn()
             warnings.warn("mine", stacklevel=1)
         warn()
-    assert [str(each.message) for each in shown] == ["mine", "theirs"]
+    assert [str(warning.message) for warning in shown] == ["mine", "theirs"]
 
 
 def test_errors_that_a_library_logs_are_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

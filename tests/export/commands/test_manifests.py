@@ -106,17 +106,17 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(
 
 def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path: Path) -> None:
     arguments = given(tmp_path / "k8s")
-    at = arguments.index("--claim")
+    position = arguments.index("--claim")
     for wrong in (
-        (*arguments[:at], *arguments[at + 2 :]),
+        (*arguments[:position], *arguments[position + 2 :]),
         (*arguments, "--store", "s3://bucket/models"),
-        (*arguments[:at], *arguments[at + 2 :], "--store", "bucket/models"),
-        (*arguments[:at], *arguments[at + 2 :], "--store", "s3://bucket/models", "--copy"),
+        (*arguments[:position], *arguments[position + 2 :], "--store", "bucket/models"),
+        (*arguments[:position], *arguments[position + 2 :], "--store", "s3://bucket/models", "--copy"),
     ):
         done = tbe_export("manifests", str(signed), *wrong)
         assert (done.exit_code, "--store: expected" in done.stderr) == (1, True), done.stderr
     done = tbe_export(
-        "manifests", str(signed), *arguments[:at], *arguments[at + 2 :], "--store", "s3://bucket/models"
+        "manifests", str(signed), *arguments[:position], *arguments[position + 2 :], "--store", "s3://bucket/models"
     )
     assert done.exit_code == 0, done.stderr
     assert "needed: s3://bucket/models, with the repository (`tbe-export push`)" in done.stdout
@@ -125,8 +125,8 @@ def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path
 @pytest.mark.parametrize("option", ["--image", "--out"])
 def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: str) -> None:
     arguments = given(tmp_path / "k8s")
-    at = arguments.index(option)
-    done = tbe_export("manifests", str(signed), *arguments[:at], *arguments[at + 2 :])
+    position = arguments.index(option)
+    done = tbe_export("manifests", str(signed), *arguments[:position], *arguments[position + 2 :])
     assert done.exit_code == 2
     assert option in done.output
 

@@ -129,12 +129,12 @@ BESIDE = {
 @pytest.mark.parametrize(("option", "in_file"), [*((option, False) for option in BESIDE), ("--sharding", True)])
 def test_beside_a_plan_nothing_is_set_that_it_says_itself(option: str, in_file: bool, tmp_path: Path) -> None:
     """Not even to what is the default: somebody would take it to count."""
-    beside = [option, BESIDE[option]]
+    options = [option, BESIDE[option]]
     key = "types" if option == "--sharding" else option[2:].replace("-", "_")
     if in_file:
         (tmp_path / "export.toml").write_text('[sharding]\ntypes = "auto"\n')
-        beside = ["--config", str(tmp_path / "export.toml")]
-    done = tbe_export("plan", *TRAINED, "--plan", "plan.json", *beside)
+        options = ["--config", str(tmp_path / "export.toml")]
+    done = tbe_export("plan", *TRAINED, "--plan", "plan.json", *options)
     assert done.exit_code == 1
     assert done.stderr == f"tbe-export: --plan: expected no {key} beside it: the plan file says that\n"
 

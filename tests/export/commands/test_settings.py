@@ -138,29 +138,29 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("table", "field"), FIELDS, ids=lambda each: each.strip())
+@pytest.mark.parametrize(("table", "field"), FIELDS, ids=lambda key: key.strip())
 def test_a_number_in_a_file_is_one_that_can_be_published_or_refused_by_name(
     table: str, field: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "export.toml"
     for number in NUMBERS:
         path.write_text(f"{table}{field} = {number}\n")
-        refused, found = "", [0.0]
+        refused, parsed = "", [0.0]
         try:
-            found = numbers(export_config(read_settings(path)))
+            parsed = numbers(export_config(read_settings(path)))
         except ConfigurationError as error:
             refused = str(error)
         assert field in refused or (len(number) == 5000 and refused.startswith(str(path))) or not refused
-        assert all(math.isfinite(each) and (isinstance(each, float) or abs(each) < 2**63) for each in found)
+        assert all(math.isfinite(number) and (isinstance(number, float) or abs(number) < 2**63) for number in parsed)
 
 
 def numbers(config: Any) -> list[float]:
     """Every number in a config, and in the configs in it."""
-    found: list[float] = []
+    flat: list[float] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        for each in value.values() if isinstance(value, dict) else [value]:
-            found += (
-                numbers(each) if dataclasses.is_dataclass(each) else [each] if isinstance(each, int | float) else []
+        for part in value.values() if isinstance(value, dict) else [value]:
+            flat += (
+                numbers(part) if dataclasses.is_dataclass(part) else [part] if isinstance(part, int | float) else []
             )
-    return found
+    return flat

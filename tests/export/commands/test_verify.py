@@ -95,8 +95,8 @@ def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_p
     """The numbers are numpy's own, worst row included; weights that have moved on since are noticed."""
     module = collection()
     torch.save(module.state_dict(), tmp_path / "w.pt")
-    given = (*TRAINED, "--checkpoint", str(tmp_path / "w.pt"))
-    done = tbe_export("verify", str(mixed), *given, "--json")
+    options = (*TRAINED, "--checkpoint", str(tmp_path / "w.pt"))
+    done = tbe_export("verify", str(mixed), *options, "--json")
     assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["ok"], report["failures"], report["quantized_measured"]) == (True, [], True)
@@ -106,17 +106,17 @@ def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_p
         error = np.abs(trained - stored)
         cosine = (trained * stored).sum() / np.linalg.norm(trained) / np.linalg.norm(stored)
         assert parity["quantized"]["worst_row"] == error.max(axis=1).argmax()
-        found = [parity["quantized"][name] for name in ("largest", "mean", "cosine")]
-        assert found == pytest.approx([error.max(), error.mean(), cosine], rel=1e-5)
+        measured = [parity["quantized"][name] for name in ("largest", "mean", "cosine")]
+        assert measured == pytest.approx([error.max(), error.mean(), cosine], rel=1e-5)
 
     with torch.no_grad():
         module.state_dict()["embedding_bags.item.weight"][17, 3] += 5
     torch.save(module.state_dict(), tmp_path / "w.pt")
-    done = tbe_export("verify", str(mixed), *given)
+    done = tbe_export("verify", str(mixed), *options)
     assert done.exit_code == 1
     assert "table 'item': row 17 differs by 4.9" in done.stderr
     assert "table 'user'" not in done.stderr
-    done = tbe_export("verify", str(mixed), *given, "--json")
+    done = tbe_export("verify", str(mixed), *options, "--json")
     assert (done.exit_code, json.loads(done.stdout)["ok"]) == (1, False)
 
 

@@ -136,7 +136,7 @@ def client_only(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
     }
     names = {"REPOSITORY": str(model.parent), "MODEL": str(model)}
     typed = [
-        [*command, *(re.sub("REPOSITORY|MODEL", lambda found: names[found[0]], argument) for argument in arguments)]
+        [*command, *(re.sub("REPOSITORY|MODEL", lambda match: names[match[0]], argument) for argument in arguments)]
         for command, arguments in commands.items()
     ]
     root = str(Path(__file__).parents[3])

@@ -96,15 +96,15 @@ def test_ranks_hold_the_bytes_of_their_shards(study: Any) -> None:
     row_bytes = {"int8": lambda dim: dim + 4, "int4": lambda dim: dim // 2 + 4}
     for placement in study["placements"]:
         for name, (rows, dim) in floats.items():
-            held = sum(rank.get(name, 0) for rank in placement["rank_bytes"])
+            bytes_held = sum(rank.get(name, 0) for rank in placement["rank_bytes"])
             whole = rows * row_bytes[placement["dtype"]](dim)
             kind = placement["sharding"][name]
             if kind in ("table_wise", "row_wise", "table_row_wise"):
-                assert held == whole
+                assert bytes_held == whole
             elif kind == "data_parallel":
-                assert held == whole * placement["ranks"]
+                assert bytes_held == whole * placement["ranks"]
             else:
-                assert whole <= held <= 2 * whole  # a scale and a bias for each block of columns
+                assert whole <= bytes_held <= 2 * whole  # a scale and a bias for each block of columns
 
 
 def test_mixed_is_what_is_recommended(study: Any) -> None:
@@ -241,8 +241,8 @@ def test_no_more_is_recommended_than_was_measured(
 ) -> None:
     verdicts = judge(placements)
     assert [verdict.fastest for verdict in verdicts] == [fastest] * 2
-    found = msgspec.structs.replace(msgspec.convert(study, Study), placements=placements, verdicts=verdicts)
-    assert f"On 4 ranks {said}" in list(findings(found))
+    changed = msgspec.structs.replace(msgspec.convert(study, Study), placements=placements, verdicts=verdicts)
+    assert f"On 4 ranks {said}" in list(findings(changed))
 
 
 def test_the_study_s_verdicts_are_of_its_placements(study: Any) -> None:

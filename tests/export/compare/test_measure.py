@@ -22,5 +22,7 @@ def test_an_interval_holds_the_median_as_often_as_is_said() -> None:
     random = np.random.default_rng(0)
     rounds = np.ones((2000, 9, 1, 5))
     rounds[..., 0] = random.lognormal(size=(2000, 9, 1))
-    found = [summarize(list(each)).over_one_rank for each in rounds]
-    assert np.mean([each.low <= 1 <= each.high for each in found]) == pytest.approx(CONFIDENCE, abs=0.02)
+    intervals = [summarize(list(ratios)).over_one_rank for ratios in rounds]
+    assert np.mean([interval.low <= 1 <= interval.high for interval in intervals]) == pytest.approx(
+        CONFIDENCE, abs=0.02
+    )

@@ -251,8 +251,8 @@ def test_scores_are_those_of_a_bundle_with_a_dtype_for_each_table(make: Any, tmp
     module, changes = make()
     ready = prepared(module, **changes)
     assert ready.scored is not None
-    wanted = [WeightDtype.INT8, WeightDtype.FP16, WeightDtype.INT4, WeightDtype.FP32]
-    dtypes = {table.name: wanted[number % 4] for number, table in enumerate(ready.manifest.tables)}
+    chosen = [WeightDtype.INT8, WeightDtype.FP16, WeightDtype.INT4, WeightDtype.FP32]
+    dtypes = {table.name: chosen[number % 4] for number, table in enumerate(ready.manifest.tables)}
     stored = {dtype: store_dtype(tmp_path / dtype.value, ready, dtype) for dtype in {*dtypes.values()}}
     output = next(output for output in ready.scored.part.outputs if int(np.prod(output.shape)) == 1)
     features, dense = own_request(ready)

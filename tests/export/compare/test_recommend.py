@@ -11,13 +11,13 @@ from serving.bundle.tables import Table
 from tests.support.models import int8_table
 
 
-def advised(rows: int, dim: int, others: int, **asked: Any) -> tuple[str, str]:
+def advised(rows: int, dim: int, rows_of_other: int, **settings: Any) -> tuple[str, str]:
     """What a table of a model is recommended that has a table of `others` rows besides."""
-    (table, *_), readers = tables_of([("t", rows, dim), ("u", others, 64)])
-    everything, _ = tables_of([("t", rows, dim), ("u", others, 64)])
+    (table, *_), readers = tables_of([("t", rows, dim), ("u", rows_of_other, 64)])
+    everything, _ = tables_of([("t", rows, dim), ("u", rows_of_other, 64)])
     reports = [DtypeReport("int4", 10, 0.1, 0.1, 0.99), DtypeReport("int8", 20, 0.1, 0.1, 0.9999)]
-    factors = {"t": asked.pop("factor", 1)}
-    sharding = Sharding(pooling_factors=factors, **asked)
+    factors = {"t": settings.pop("factor", 1)}
+    sharding = Sharding(pooling_factors=factors, **settings)
     advice = recommend(everything, readers, sharding, {"t": reports, "u": reports[:1]})
     assert (advice["t"].dtype, advice["u"].dtype) == ("int8", "int4")
     assert "no compared dtype has" in advice["u"].dtype_reason
@@ -30,7 +30,7 @@ def tables_of(shapes: list[tuple[str, int, int]]) -> tuple[list[Table], dict[str
 
 
 @pytest.mark.parametrize(
-    ("rows", "dim", "others", "asked", "kind", "because"),
+    ("rows", "dim", "rows_of_other", "settings", "kind", "because"),
     [
         pytest.param(100, 16, 1_000_000, {"ranks": 4}, "data_parallel", "2.0 kB is little", id="small"),
         pytest.param(100_000, 64, 1_000_000, {"ranks": 4}, "table_wise", "fit into a rank's share", id="fits"),
@@ -48,7 +48,7 @@ def tables_of(shapes: list[tuple[str, int, int]]) -> tuple[list[Table], dict[str
     ],
 )  # fmt: skip
 def test_recommendations_follow_bytes_and_traffic(
-    rows: int, dim: int, others: int, asked: dict[str, Any], kind: str, because: str
+    rows: int, dim: int, rows_of_other: int, settings: dict[str, Any], kind: str, because: str
 ) -> None:
-    found, reason = advised(rows, dim, others, **asked)
-    assert (found, because in reason) == (kind, True), reason
+    kind_found, reason = advised(rows, dim, rows_of_other, **settings)
+    assert (kind_found, because in reason) == (kind, True), reason

@@ -25,7 +25,7 @@ def test_traffic_is_what_ranks_send_one_another(tmp_path: Path) -> None:
             home = sample // 4
             for shard in manifest.plan.shards:
                 if shard.rank != home:
-                    asked = ((bag >= shard.rows[0]) & (bag < shard.rows[1])).sum()
-                    counted[home, shard.rank] += 8 * asked + 8
+                    ids_of_shard = ((bag >= shard.rows[0]) & (bag < shard.rows[1])).sum()
+                    counted[home, shard.rank] += 8 * ids_of_shard + 8
                     counted[shard.rank, home] += 4 * (shard.columns[1] - shard.columns[0])
         np.testing.assert_allclose(traffic_between(manifest, sharding), counted)

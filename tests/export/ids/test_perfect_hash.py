@@ -11,21 +11,21 @@ from serving.bundle.id_maps import Numbers, buckets_of, entries_of, hashes_of
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def found(ids: Numbers, rows: Numbers, asked: Numbers) -> list[int]:
+def found(ids: Numbers, rows: Numbers, queried: Numbers) -> list[int]:
     """The row of each id that is asked for; -1 where there is none."""
     built = perfect_hash(ids, rows)
-    hashes = hashes_of(asked)
+    hashes = hashes_of(queried)
     seeds = built.seeds[buckets_of(hashes, np.array([built.seeds.size], np.uint64))]
     entries = built.entries[entries_of(hashes, seeds, np.array([len(built.entries)], np.uint64))]
-    return np.where(entries[:, 0] == asked, entries[:, 1], -1).tolist()  # type: ignore[no-any-return]
+    return np.where(entries[:, 0] == queried, entries[:, 1], -1).tolist()  # type: ignore[no-any-return]
 
 
-@given(ids=st.lists(INT64, unique=True, max_size=300), others=st.lists(INT64, max_size=20))
-def test_every_id_and_no_other(ids: list[int], others: list[int]) -> None:
+@given(ids=st.lists(INT64, unique=True, max_size=300), absent_ids=st.lists(INT64, max_size=20))
+def test_every_id_and_no_other(ids: list[int], absent_ids: list[int]) -> None:
     rows = {id_: number for number, id_ in enumerate(ids)}
-    asked = [*ids, *others, 0, -1, 2**63 - 1]
-    answer = found(np.array(ids, np.int64), np.arange(len(ids)), np.array(asked, np.int64))
-    assert answer == [rows.get(id_, -1) for id_ in asked]
+    queried = [*ids, *absent_ids, 0, -1, 2**63 - 1]
+    answer = found(np.array(ids, np.int64), np.arange(len(ids)), np.array(queried, np.int64))
+    assert answer == [rows.get(id_, -1) for id_ in queried]
 
 
 @pytest.mark.parametrize("step", [1, 2**32, 3**20, 2**44])

@@ -49,8 +49,8 @@ def fleet(request: pytest.FixtureRequest, published: Path) -> Fleet:
 
 def objects(files: dict[str, str]) -> list[Any]:
     """All objects for Kubernetes; kustomize's own files are for kubectl."""
-    found = [document for text in files.values() for document in yaml.safe_load_all(text)]
-    return [each for each in found if "kustomize" not in each["apiVersion"]]
+    documents = [document for text in files.values() for document in yaml.safe_load_all(text)]
+    return [document for document in documents if "kustomize" not in document["apiVersion"]]
 
 
 def workloads(files: dict[str, str]) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def server_of(workload: Any) -> Any:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_takes_every_object(fleet: Fleet, options: PodOptions, version: str) -> None:
     every = objects(base_files(fleet, Replicas(), options))
-    for each in every:
-        if each["kind"] not in ("PodMonitor", "PrometheusRule"):  # the operator's own
-            kubernetes_validate.validate(each, version, strict=True)
-    names = [(each["kind"], each["metadata"]["name"]) for each in every]
+    for object_ in every:
+        if object_["kind"] not in ("PodMonitor", "PrometheusRule"):  # the operator's own
+            kubernetes_validate.validate(object_, version, strict=True)
+    names = [(object_["kind"], object_["metadata"]["name"]) for object_ in every]
     assert len(names) == len({*names})
 
 
@@ -193,12 +193,12 @@ def test_routers_alone_reach_hosts_and_hosts_reach_nobody(published: Path) -> No
 
 def test_replicas_of_a_host_are_on_nodes_of_their_own(published: Path) -> None:
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas(of_hosts=2, of_host={1: 3}))
-    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
-    replicas = {name: value["spec"].get("replicas") for name, value in found.items()}
+    by_name = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    replicas = {name: value["spec"].get("replicas") for name, value in by_name.items()}
     # The autoscaler's own: what is applied again would set it back.
     assert replicas == {"movies-v2": None, "movies-v2-host-0": 2, "movies-v2-host-1": 3}
     for host in fleet.hosts:
-        affinity = found[host.name]["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+        affinity = by_name[host.name]["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
         (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == "kubernetes.io/hostname"
         assert term["labelSelector"]["matchLabels"]["tbe-serving/host"] == str(host.host)
@@ -219,11 +219,11 @@ def test_probes_ask_the_operations_port_and_start_nothing(fleet: Fleet, options:
 def test_what_is_run_has_the_options_that_it_is_given(fleet: Fleet, options: PodOptions) -> None:
     """A program that exists, with options that it has."""
     commands: Any = typer.main.get_command(app)
-    known = {option for param in commands.commands["run"].params for option in param.opts}
+    declared = {option for param in commands.commands["run"].params for option in param.opts}
     for workload in workloads(base_files(fleet, Replicas(), options)).values():
         server = server_of(workload)
         assert server["command"] == ["tbe-serve", "run", "/repository"]
-        assert {argument.partition("=")[0] for argument in server["args"]} <= known
+        assert {argument.partition("=")[0] for argument in server["args"]} <= declared
 
 
 def test_a_pod_has_time_to_drain_and_to_answer_what_it_accepted(published: Path) -> None:
@@ -242,12 +242,12 @@ def test_memory_is_that_of_the_plan(published: Path) -> None:
     for member in (fleet.front, *fleet.hosts):
         weights = published / member.model / "1" / "weights.0.bin"
         assert member.weights_bytes == weights.stat().st_size
-    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
-    large = {name: server_of(value)["resources"] for name, value in found.items()}
-    assert all(each["requests"]["memory"].endswith("Mi") for each in large.values())
-    for each in large.values():
-        assert int(each["requests"]["memory"][:-2]) < int(each["limits"]["memory"][:-2])
-        assert "cpu" not in each["limits"]
+    by_name = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    large = {name: server_of(value)["resources"] for name, value in by_name.items()}
+    assert all(resources_of["requests"]["memory"].endswith("Mi") for resources_of in large.values())
+    for resources_of in large.values():
+        assert int(resources_of["requests"]["memory"][:-2]) < int(resources_of["limits"]["memory"][:-2])
+        assert "cpu" not in resources_of["limits"]
 
 
 def test_hosts_serve_two_versions_while_routers_change(published: Path) -> None:
@@ -286,19 +286,19 @@ def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, 
 
 def test_hosts_ask_for_a_certificate_which_routers_have(published: Path) -> None:
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
-    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
-    router = found["movies-v2"]["spec"]["template"]["spec"]
+    by_name = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    router = by_name["movies-v2"]["spec"]["template"]["spec"]
     secrets = {volume["name"]: volume["secret"]["secretName"] for volume in router["volumes"] if "secret" in volume}
     assert secrets == {"tls": "movies-v2-tls", "hosts-tls": "movies-v2-hosts-client-tls"}
-    assert "--tls-client-ca=/tls/ca.crt" not in server_of(found["movies-v2"])["args"]
+    assert "--tls-client-ca=/tls/ca.crt" not in server_of(by_name["movies-v2"])["args"]
     (waits,) = router["initContainers"]
-    called = {each["name"]: each["value"] for each in waits["env"]}
+    called = {variable["name"]: variable["value"] for variable in waits["env"]}
     assert (called["TBE_SERVE_TLS_CERT"], called["TBE_SERVE_TLS_SERVER_NAME"]) == (
         "/hosts-tls/tls.crt",
         "movies-v2-hosts",
     )
     for host in fleet.hosts:
-        server = server_of(found[host.name])
+        server = server_of(by_name[host.name])
         assert "--tls-client-ca=/tls/ca.crt" in server["args"]
 
 
@@ -307,7 +307,7 @@ def test_pods_are_as_many_as_cores_or_the_wait_of_requests_ask_for(published: Pa
 
     def metrics(**numbers: int) -> list[str]:
         every = objects(base_files(fleet, Replicas(**numbers), PodOptions(image=IMAGE, claim="models")))  # type: ignore[arg-type]
-        (scaler,) = (each for each in every if each["kind"] == "HorizontalPodAutoscaler")
+        (scaler,) = (object_ for object_ in every if object_["kind"] == "HorizontalPodAutoscaler")
         kubernetes_validate.validate(scaler, VERSIONS[-1], strict=True)
         return [str(metric.get("pods", metric.get("resource"))) for metric in scaler["spec"]["metrics"]]
 

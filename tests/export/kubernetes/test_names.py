@@ -15,7 +15,7 @@ def test_a_model_s_name_is_mapped(model: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "said"),
+    ("model", "name", "said"),
     [
         ("7days", None, "model '7days': expected a name that Kubernetes takes"),
         ("___", None, "got ''"),
@@ -25,9 +25,9 @@ def test_a_model_s_name_is_mapped(model: str, expected: str) -> None:
         ("movies", "", "--name"),
     ],
 )
-def test_a_name_that_kubernetes_does_not_take_is_refused(model: str, given: str | None, said: str) -> None:
+def test_a_name_that_kubernetes_does_not_take_is_refused(model: str, name: str | None, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        kubernetes_name(model, given)
+        kubernetes_name(model, name)
 
 
 def test_a_name_of_two_models_is_refused_by_both() -> None:

@@ -31,20 +31,20 @@ def member(weights_gib: int, instances: int) -> Member:
     [(0, 1, 1024 + 256), (10, 1, 10240 + 1024 + 256), (500, 4, 568_889)],
 )
 def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, instances: int, limit: int) -> None:
-    found = resources(member(weights_gib, instances))
+    pod_resources = resources(member(weights_gib, instances))
     requested = weights_gib * 1024 + 256 * (instances + 1)
-    assert found["requests"] == {"cpu": str(instances + 1), "memory": f"{requested}Mi"}
-    assert found["limits"] == {"memory": f"{limit}Mi"}
+    assert pod_resources["requests"] == {"cpu": str(instances + 1), "memory": f"{requested}Mi"}
+    assert pod_resources["limits"] == {"memory": f"{limit}Mi"}
 
 
 @pytest.mark.parametrize(("weights_gib", "instances"), [(0, 1), (10, 1), (30, 1), (100, 2), (500, 4)])
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_server_with_that_limit_keeps_its_weights_in_memory(
-    weights_gib: int, instances: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+    weights_gib: int, instances: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = mebibytes_of(resources(member(weights_gib, instances))["limits"]["memory"]) << 20
     monkeypatch.setattr(memory_budget, "memory_here", lambda: limit)
-    assert memory_budget.most_weights_bytes(instances, is_pinned=kept) >= weights_gib * GIB
+    assert memory_budget.most_weights_bytes(instances, is_pinned=is_pinned) >= weights_gib * GIB
 
 
 def mebibytes_of(quantity: str) -> int:
@@ -53,16 +53,16 @@ def mebibytes_of(quantity: str) -> int:
 
 
 def test_weights_in_huge_pages_are_asked_for_as_such_and_not_as_memory() -> None:
-    found = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
-    assert found["requests"] == {"cpu": "3", "memory": "768Mi", "hugepages-2Mi": "10242Mi"}
-    assert found["limits"] == {"memory": f"{2 * (768 + 256)}Mi", "hugepages-2Mi": "10242Mi"}
+    pod_resources = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
+    assert pod_resources["requests"] == {"cpu": "3", "memory": "768Mi", "hugepages-2Mi": "10242Mi"}
+    assert pod_resources["limits"] == {"memory": f"{2 * (768 + 256)}Mi", "hugepages-2Mi": "10242Mi"}
 
 
 def test_copies_that_deltas_change_are_memory_and_lie_in_dev_shm() -> None:
     live = replace(member(10, 2), live_bytes=10 * GIB + (2 << 20))
-    found = resources(live)
-    assert found["requests"] == {"cpu": "3", "memory": f"{10242 + 768}Mi"}
-    assert found["limits"] == {"memory": f"{10242 + 2 * (768 + 256)}Mi"}
+    pod_resources = resources(live)
+    assert pod_resources["requests"] == {"cpu": "3", "memory": f"{10242 + 768}Mi"}
+    assert pod_resources["limits"] == {"memory": f"{10242 + 2 * (768 + 256)}Mi"}
     assert shared_bytes(live) == live.live_bytes + 4 * (128 << 20)
 
 

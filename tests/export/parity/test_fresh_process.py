@@ -29,19 +29,19 @@ def children(process: int) -> set[str]:
 
 def test_it_is_started_before_rows_are_stored_and_ends_with_the_export(tmp_path: Path) -> None:
     before = children(os.getpid())
-    seen: list[set[str]] = []
+    started: list[set[str]] = []
 
     def watch(_: Progress) -> None:
-        seen.append(children(os.getpid()) - before)
+        started.append(children(os.getpid()) - before)
 
     export_model(collection(), tmp_path / "r", "m", progress=watch)
-    assert {len(each) for each in seen} == {1}
+    assert {len(processes) for processes in started} == {1}
     assert children(os.getpid()) == before
-    seen.clear()
+    started.clear()
     config = ExportConfig(dtype={"*": WeightDtype.INT4}, max_error={"user": 1e-3})
     with pytest.raises(ParityError, match="table 'user': INT4 moves an element by"):
         export_model(collection(), tmp_path / "r", "m", config, progress=watch)
-    assert {len(each) for each in seen} == {1}
+    assert {len(processes) for processes in started} == {1}
     assert children(os.getpid()) == before
 
 

@@ -31,8 +31,8 @@ def bags(size: float, tiny: dict[int, float] | None = None) -> EmbeddingBagColle
     with torch.no_grad():
         weight = module.embedding_bags["t"].weight
         weight.copy_(size * PATTERN.expand(40, -1))
-        for row, own in (tiny or {}).items():
-            weight[row] = own * PATTERN
+        for row, scale in (tiny or {}).items():
+            weight[row] = scale * PATTERN
     return module
 
 

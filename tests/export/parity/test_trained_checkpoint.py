@@ -51,13 +51,13 @@ def numbers(manifest: Manifest) -> Any:
 
 
 def is_measured(manifest: Manifest) -> set[bool]:
-    found = [each.trained is not None for each in manifest.parity]
+    has_trained = [parity.trained is not None for parity in manifest.parity]
     if manifest.dense_part is not None:
-        found += [output.parity.trained is not None for output in manifest.dense_part.outputs]
-        found += [
+        has_trained += [output.parity.trained is not None for output in manifest.dense_part.outputs]
+        has_trained += [
             output.parity.auc.trained is not None for output in manifest.dense_part.outputs if output.parity.auc
         ]
-    return {*found}
+    return {*has_trained}
 
 
 def labelled(folder: Path) -> Path:
@@ -107,10 +107,10 @@ def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
     if on_meta:
         for collection in collect_tables(other, trace=False).collections:
             for part in other.get_submodule(collection).modules():
-                held: dict[str, Any] = part._parameters
-                held |= {
+                state: dict[str, Any] = part._parameters
+                state |= {
                     name: None if value is None else nn.Parameter(value.to("meta"), False)
-                    for name, value in held.items()
+                    for name, value in state.items()
                 }
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     bundle = export_model(other, tmp_path / "r", "saved", config, example=example, checkpoint=tmp_path / "saved")
@@ -143,11 +143,11 @@ def test_verify_measures_what_an_export_could_not(tmp_path: Path) -> None:
     # The files were timed by each export.
     files = verification.dense_part.files
     assert verification.dense_part == msgspec.structs.replace(measured.dense_part, files=files)
-    assert [each.trained for each in verification.parity] == [each.trained for each in measured.parity]
+    assert [parity.trained for parity in verification.parity] == [parity.trained for parity in measured.parity]
     verification = compared(bundle, tmp_path, labelled=samples, trained_memory_bytes=size - 1)
     assert (verification.failures, verification.is_run) == ((), False)
-    own = msgspec.structs.replace(measured, parity=verification.parity, dense_part=verification.dense_part)
-    assert is_measured(own) == {False}
+    amended = msgspec.structs.replace(measured, parity=verification.parity, dense_part=verification.dense_part)
+    assert is_measured(amended) == {False}
 
 
 def test_scores_are_as_large_where_the_model_is_not_run(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_scores_are_as_large_where_the_model_is_not_run(tmp_path: Path) -> None:
 def test_a_table_that_is_loaded_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compares the model shares no code with what serves."""
     torch.save(moved(pooled).state_dict(), tmp_path / "saved")
-    read = loaded_tables._read
-    monkeypatch.setattr(loaded_tables, "_read", lambda *given: read(*given) + 1)
+    read_rows = loaded_tables._read
+    monkeypatch.setattr(loaded_tables, "_read", lambda *arguments: read_rows(*arguments) + 1)
     with pytest.raises(ExportError, match="table 'a': the trained module answers differently for feature 'fa'"):
         export_model(pooled(), tmp_path / "r", "m", TABLES, checkpoint=tmp_path / "saved")
 

@@ -54,8 +54,8 @@ def with_floats(router: Path, seed: int = 0) -> Verification:
 
 
 def test_a_whole_set_is_what_was_exported(router: Path) -> None:
-    found = verify(router)
-    assert (found.failures, found.absent, found.measured) == ((), (), False)
+    result = verify(router)
+    assert (result.failures, result.absent, result.measured) == ((), (), False)
     assert with_floats(router).failures == ()
     assert with_floats(router).measured
     assert {line.split(":")[0] for line in with_floats(router, seed=1).failures} == {
@@ -83,9 +83,9 @@ def test_another_bundle_of_a_host_is_not_the_router_s(router: Path) -> None:
 
 def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Path) -> None:
     shutil.rmtree(host(router, 0).parent)
-    found = verify(router)
-    assert found.absent == (host(router, 0),)
-    assert found.failures == ()
+    result = verify(router)
+    assert result.absent == (host(router, 0),)
+    assert result.failures == ()
     with pytest.raises(ModelError, match="movies-host-0/1: is missing"):
         with_floats(router)
     done = CliRunner().invoke(app, ["verify", str(router)])
@@ -100,8 +100,8 @@ def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Pa
 
 def test_a_router_without_the_parity_of_a_table_is_not_verified(router: Path) -> None:
     """No reader needs it to answer. `verify` does."""
-    first, *others = open_bundle(router).manifest.parity
-    edit_manifest(router, parity=tuple(others))
+    first, *rest = open_bundle(router).manifest.parity
+    edit_manifest(router, parity=tuple(rest))
     with pytest.raises(BundleError, match=rf"parity: expected each table once, got no table {first.table!r}"):
         verify(router)
 

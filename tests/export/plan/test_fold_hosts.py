@@ -203,6 +203,6 @@ def test_a_folded_plan_holds_each_number_once_where_it_was(placement: Placement)
         for column in range(*new_shard.columns)
     }
     for shard in shards["t"]:
-        own = ROUTER if kinds["t"] is ShardingType.DATA_PARALLEL else host_of[shard.rank]
-        assert {where[row, column] for row in range(*shard.rows) for column in range(*shard.columns)} == {own}
+        holder = ROUTER if kinds["t"] is ShardingType.DATA_PARALLEL else host_of[shard.rank]
+        assert {where[row, column] for row in range(*shard.rows) for column in range(*shard.columns)} == {holder}
     assert {new_shard.rank for new_shard in new_shards["t"]} | {0} == set(range(len(hosts)))

@@ -36,24 +36,28 @@ def test_sizes_are_the_quantized_ones(tmp_path: Path) -> None:
 def test_what_nobody_said_a_rank_can_hold_is_its_part_of_the_machine() -> None:
     """Or `auto` copies every table to every rank, for which it is fastest."""
     specs = [Spec(f"t{number}", 10_000, 64, "SUM", (f"x{number}",)) for number in range(4)]
-    own = 4 * 10_000 * (64 + 4)
+    needed_bytes = 4 * 10_000 * (64 + 4)
 
     def plan(machine_bytes: int) -> PlanReport:
         config = ExportConfig(sharding=Sharding(ranks=8, machine_bytes=machine_bytes))
         return report_plan(plan_model(collection(specs), config), config.sharding)
 
-    roomy = plan(100 * own)
-    assert (roomy.bytes, roomy.table_bytes, roomy.memory_bytes) == (8 * own, own, 100 * own // 8)
+    roomy = plan(100 * needed_bytes)
+    assert (roomy.bytes, roomy.table_bytes, roomy.memory_bytes) == (
+        8 * needed_bytes,
+        needed_bytes,
+        100 * needed_bytes // 8,
+    )
     assert roomy.notes == [
         "ranks hold 21.8 MB for 2.7 MB of tables, 8.0 times as much; most of it for 't0' (data_parallel) 4.8 MB, 't1' "
         "(data_parallel) 4.8 MB, 't2' (data_parallel) 4.8 MB: a smaller --memory-per-rank, or --sharding, has fewer "
         "copies",
         "a rank was taken to hold 34.0 MB, 1/8 of this machine's memory: --memory-per-rank says what yours can",
     ]
-    tight = plan(own + own // 2)
-    assert tight.bytes <= own + own // 2
+    tight = plan(needed_bytes + needed_bytes // 2)
+    assert tight.bytes <= needed_bytes + needed_bytes // 2
     with pytest.raises(PlanError) as refused:
-        plan(own // 2)
+        plan(needed_bytes // 2)
     assert str(refused.value).endswith(
         ": a rank was taken to hold 1/8 of this machine's 1,360,000 bytes: --memory-per-rank says what it can"
     )

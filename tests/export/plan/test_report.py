@@ -32,12 +32,12 @@ def test_each_rank_is_reported_with_what_it_holds_and_can_hold(as_models: bool) 
     total = sum(tables[shard.table].shard_bytes(shard) for shard in manifest.plan.shards)
     for number, (rank, result) in enumerate(zip(manifest.plan.ranks, report.ranks, strict=True)):
         shards = [shard for shard in manifest.plan.shards if shard.rank == number]
-        held = {
+        bytes_by_kind = {
             name: sum(tables[name].shard_bytes(shard) for shard in shards if shard.table == name)
             for name in {shard.table for shard in shards}
         }
-        assert (result.host, result.shards, result.tables) == (rank.host, len(shards), held)
-        assert result.share == pytest.approx(sum(held.values()) / total)
+        assert (result.host, result.shards, result.tables) == (rank.host, len(shards), bytes_by_kind)
+        assert result.share == pytest.approx(sum(bytes_by_kind.values()) / total)
         of_host = 2 << 20 if as_models else 1 << 20
         assert result.memory_bytes == (1 << 19 if rank.host == ROUTER else of_host)
         if rank.host == ROUTER:

@@ -71,8 +71,8 @@ def test_the_router_takes_what_saves_most_for_its_bytes(settings: Any, expected:
 def test_what_a_table_saves_is_counted_for_each_feature_and_column() -> None:
     """Both tables are asked for two ids of a sample."""
     specs = (Spec("once", 1000, 16, "SUM", ("c",)), Spec("twice", 1000, 16, "SUM", ("a", "b")))
-    asked = hosts(router_bytes=20_100, pooling_factors={"once": 2})
-    assert in_router(planned(asked, collection(specs))) == {"twice"}
+    sharding = hosts(router_bytes=20_100, pooling_factors={"once": 2})
+    assert in_router(planned(sharding, collection(specs))) == {"twice"}
 
 
 def test_one_that_does_not_fit_leaves_room_for_the_next() -> None:
@@ -92,8 +92,8 @@ def test_explicit_types_are_kept() -> None:
 
 
 def test_a_table_that_has_to_be_in_the_router_takes_its_bytes_once() -> None:
-    asked = hosts(types={"m": "data_parallel"}, pooling_factors={"m": 1e5}, router_bytes=410_000)
-    assert in_router(planned(asked)) == {"s", "m"}
+    sharding = hosts(types={"m": "data_parallel"}, pooling_factors={"m": 1e5}, router_bytes=410_000)
+    assert in_router(planned(sharding)) == {"s", "m"}
 
 
 def test_hosts_get_no_copies() -> None:
@@ -110,8 +110,8 @@ def test_one_rank_on_one_host() -> None:
 
 
 def test_what_nobody_said_is_noted() -> None:
-    asked = hosts(memory_bytes=None, machine_bytes=8_000_000, types={"l": "row_wise"})
-    report = report_plan(planned(asked), asked)
+    sharding = hosts(memory_bytes=None, machine_bytes=8_000_000, types={"l": "row_wise"})
+    report = report_plan(planned(sharding), sharding)
     assert (report.memory_bytes, report.memory_assumed) == (4_000_000, True)  # a host is a machine like this
     assert (report.router_bytes, report.router_assumed) == (1_000_000_000, True)
     assert report.notes == [
@@ -123,8 +123,8 @@ def test_what_nobody_said_is_noted() -> None:
 
 
 def test_a_host_that_would_hold_nothing_is_left_out_and_noted() -> None:
-    asked = hosts(ranks=8, types={"l": "table_wise"}, router_bytes=10**6)
-    report = report_plan(planned(asked), asked)
+    sharding = hosts(ranks=8, types={"l": "table_wise"}, router_bytes=10**6)
+    report = report_plan(planned(sharding), sharding)
     assert [rank.host for rank in report.ranks] == [ROUTER, 0]
     assert report.notes == ["3 of 4 hosts would hold nothing: the plan has 1"]
 
@@ -181,9 +181,9 @@ def test_a_router_s_memory_without_a_router_is_refused() -> None:
 def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int, tables: int, stored: int) -> None:
     """MLPerf's DLRM-v2: five tables of 40 M rows are what needs four hosts."""
     ids = {f"t{number}": float(ids) for number, ids in enumerate(IDS_PER_SAMPLE)}
-    asked = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=ids)
-    manifest = planned(asked, dlrm_tables(), **{"*": dtype})
-    report: PlanReport = report_plan(manifest, asked)
+    sharding = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=ids)
+    manifest = planned(sharding, dlrm_tables(), **{"*": dtype})
+    report: PlanReport = report_plan(manifest, sharding)
     assert len(in_router(manifest)) == tables
     assert report.ranks[0].bytes == stored
     assert len(report.ranks) == 5
@@ -196,8 +196,8 @@ def test_a_table_is_cut_over_hosts_where_the_network_is_fast() -> None:
     module = collection((Spec("t", 100_000, 64, "SUM", ("a",)),))
 
     def kind(network_bytes_per_s: int | None) -> str:
-        asked = hosts(router_bytes=0, pooling_factors={"t": 100}, network_bytes_per_s=network_bytes_per_s)
-        return planned(asked, module).plan.sharding["t"].value
+        sharding = hosts(router_bytes=0, pooling_factors={"t": 100}, network_bytes_per_s=network_bytes_per_s)
+        return planned(sharding, module).plan.sharding["t"].value
 
     assert [kind(10**9), kind(None), kind(10**11)] == ["table_row_wise", "table_row_wise", "row_wise"]
 
@@ -206,9 +206,9 @@ def test_hot_tables_are_found_in_captured_requests(tmp_path: Path) -> None:
     lengths = [1, 1, 3000]
     line = CapturedRequest(at="", why="slow: 9 ms", values=[0] * sum(lengths), lengths=lengths)
     (tmp_path / "m.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
-    asked = hosts(router_bytes=2_010_000, types={"m": "table_wise"})
-    assert in_router(planned(asked)) == {"s"}
-    assert in_router(planned(replace(asked, traffic=tmp_path / "m.jsonl"))) == {"l"}
+    sharding = hosts(router_bytes=2_010_000, types={"m": "table_wise"})
+    assert in_router(planned(sharding)) == {"s"}
+    assert in_router(planned(replace(sharding, traffic=tmp_path / "m.jsonl"))) == {"l"}
 
 
 def test_a_table_that_fills_the_router_to_the_byte_is_in_it() -> None:

@@ -27,8 +27,8 @@ def as_file(tmp_path: Path, report: Any) -> Path:
 
 def cut_everywhere() -> tuple[Sharding, Manifest]:
     types = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "word": "table_row_wise"}
-    asked = hosts(types=types)
-    return asked, planned(asked, collection(MIXED))
+    sharding = hosts(types=types)
+    return sharding, planned(sharding, collection(MIXED))
 
 
 def placed(manifest: Manifest) -> Any:
@@ -38,8 +38,8 @@ def placed(manifest: Manifest) -> Any:
 @pytest.mark.parametrize("as_models", [True, False])
 def test_a_router_s_plan_can_be_fed_back(tmp_path: Path, as_models: bool) -> None:
     """As the same plan, or as the same in one process."""
-    asked, before = cut_everywhere()
-    path = as_file(tmp_path, report_plan(before, asked))
+    sharding, before = cut_everywhere()
+    path = as_file(tmp_path, report_plan(before, sharding))
     after = planned(Sharding(plan=path, hosts_as_models=as_models), collection(MIXED))
     assert placed(after) == placed(before)
     files = [rank.weights_file for rank in after.plan.ranks]
@@ -112,11 +112,11 @@ def test_a_written_plan_that_cannot_be_is_refused_by_name(
 
 @pytest.mark.parametrize("router", [True, False], ids=["with-tables-in-the-router", "nothing-in-the-router"])
 def test_a_router_s_plan_answers_in_one_process(tmp_path: Path, one_rank: Engine, router: bool) -> None:
-    asked, manifest = cut_everywhere()
+    sharding, manifest = cut_everywhere()
     if not router:
-        asked = hosts(types={"user": "row_wise", "item": "column_wise"}, router_bytes=0)
-        manifest = planned(asked, collection(MIXED))
-    path = as_file(tmp_path, report_plan(manifest, asked))
+        sharding = hosts(types={"user": "row_wise", "item": "column_wise"}, router_bytes=0)
+        manifest = planned(sharding, collection(MIXED))
+    path = as_file(tmp_path, report_plan(manifest, sharding))
     engine = sharded(tmp_path, Sharding(plan=path))
     assert bool(in_router(engine.bundle.manifest)) == router
     bags = random_bags(np.random.default_rng(3), MIXED, 50)
@@ -125,16 +125,16 @@ def test_a_router_s_plan_answers_in_one_process(tmp_path: Path, one_rank: Engine
 
 
 @pytest.mark.parametrize("as_models", [True, False])
-@pytest.mark.parametrize("own", [[0], [0, 1]], ids=["one copy", "a copy on each of its ranks"])
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one copy", "a copy on each of its ranks"])
 def test_what_is_data_parallel_may_be_on_the_router_s_ranks_alone(
-    tmp_path: Path, as_models: bool, own: list[int]
+    tmp_path: Path, as_models: bool, ranks: list[int]
 ) -> None:
     plan = {
         "ranks": [{"host": ROUTER}, {"host": ROUTER}, {"host": 0}],
         "tables": {
             "s": {
                 "sharding_type": "data_parallel",
-                "shards": [{"rank": rank, "rows": [0, 100], "columns": [0, 16]} for rank in own],
+                "shards": [{"rank": rank, "rows": [0, 100], "columns": [0, 16]} for rank in ranks],
             },
             "t": {"sharding_type": "table_wise", "shards": [{"rank": 2, "rows": [0, 100], "columns": [0, 16]}]},
         },

@@ -46,8 +46,8 @@ def asked(film: str) -> Sharding:
     )
 
 
-def total(found: HostTraffic) -> tuple[float, float]:
-    return sum(found.to_host.values()), sum(found.to_router.values())
+def total(traffic: HostTraffic) -> tuple[float, float]:
+    return sum(traffic.to_host.values()), sum(traffic.to_router.values())
 
 
 @pytest.mark.parametrize(("sums", "item_bytes"), [(OutputDtype.FP32, 4), (OutputDtype.FP16, 2)])

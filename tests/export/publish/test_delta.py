@@ -45,9 +45,9 @@ def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> Non
     model = collection(MIXED)
     export_model(model, tmp_path / "r", "m", MIXED_CONFIG)
     changed = changed_rows(model, np.random.default_rng(1), lambda _: 7)
-    found = publish_delta(tmp_path / "r", "m", changed)
+    delta = publish_delta(tmp_path / "r", "m", changed)
     anew = open_bundle(export_model(model, tmp_path / "r", "m", MIXED_CONFIG))
-    tensors = load(found.path.read_bytes())
+    tensors = load(delta.path.read_bytes())
     bytes_ = (anew.path / "weights.0.bin").read_bytes()
     shards = {shard.table: shard for shard in anew.manifest.plan.shards}
     for table in anew.manifest.tables:
@@ -56,7 +56,7 @@ def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> Non
         for number, row in zip(ids.tolist(), tensors[f"{table.name}/rows"], strict=True):
             start = shards[table.name].offset_bytes + number * table.row_bytes
             assert row.tobytes() == bytes_[start : start + table.row_bytes]
-    assert found.rows == 7 * len(changed)
+    assert delta.rows == 7 * len(changed)
 
 
 def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: Path, tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: P
 
 
 def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: Path) -> None:
-    found = [publish_delta(repository, "m", CHANGED) for _ in range(3)]
+    deltas = [publish_delta(repository, "m", CHANGED) for _ in range(3)]
     lineage = lineage_of(open_bundle(repository / "m" / "1").digest)
     folder = repository.parent / "r.deltas" / "m" / lineage
-    assert [each.sequence for each in found] == [1, 2, 3]
-    assert sorted(folder.iterdir()) == [each.path for each in found]
+    assert [delta.sequence for delta in deltas] == [1, 2, 3]
+    assert sorted(folder.iterdir()) == [delta.path for delta in deltas]
     assert [*repository.iterdir()] == [repository / "m"]
     export_model(collection(SUM, seed=1), repository, "m")
     assert publish_delta(repository, "m", CHANGED).sequence == 1  # another lineage
@@ -176,9 +176,9 @@ def test_what_differs_is_found_wherever_it_lies(dtype: WeightDtype, tmp_path: Pa
     assert published.sequence == 2
     bundle = export_model(model, tmp_path / "one", "m", ExportConfig(dtype={"*": dtype}))
     exported, now = StoredRows(open_bundle(bundle)), stored_rows(Lineage.of(repository, name, None, None))
-    for each in open_bundle(bundle).manifest.tables:
-        for block in ((0, each.rows), (3, each.rows - 2)):  # blocks begin and end anywhere
-            assert np.array_equal(now.rows(each, *block), exported.rows(each, *block)), each.name
+    for described in open_bundle(bundle).manifest.tables:
+        for block in ((0, described.rows), (3, described.rows - 2)):  # blocks begin and end anywhere
+            assert np.array_equal(now.rows(described, *block), exported.rows(described, *block)), described.name
     assert publish_changes(repository, name, model) is None
 
 
@@ -203,11 +203,11 @@ def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path
 
 
 def test_a_gap_that_servers_would_wait_for_is_named(repository: Path) -> None:
-    found = [publish_delta(repository, "m", CHANGED).path for _ in range(3)]
-    found[1].unlink()
+    paths = [publish_delta(repository, "m", CHANGED).path for _ in range(3)]
+    paths[1].unlink()
     with pytest.raises(PublishError, match=r"000000000002\.safetensors: is missing, and 3 is there"):
         publish_delta(repository, "m", CHANGED)
-    found[2].unlink()
+    paths[2].unlink()
     assert publish_delta(repository, "m", CHANGED).sequence == 2
     with pytest.raises(BundleError):
         publish_delta(repository, "m", CHANGED, version=0)
@@ -238,15 +238,15 @@ def test_a_delta_is_signed_for_its_model_lineage_and_number(repository: Path, tm
     """OpenSSL's statement, as the page says it."""
     key = Ed25519PrivateKey.generate()
     (tmp_path / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    found = publish_delta(repository, "m", CHANGED, signing_key=tmp_path / "key.pem")
-    content = found.path.read_bytes()
+    delta = publish_delta(repository, "m", CHANGED, signing_key=tmp_path / "key.pem")
+    content = delta.path.read_bytes()
     statement = tmp_path / "statement"
-    lineage = found.path.parent.name
+    lineage = delta.path.parent.name
     statement.write_bytes(f'tbe-serving/1 000000000001.safetensors "m" "{lineage}"\n'.encode() + content)
     public = tmp_path / "public.pem"
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     command = ["openssl", "pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", public, "-in", statement, "-sigfile"]
-    subprocess.run([*map(str, command), str(delta_signature(found.path, content))], check=True)
+    subprocess.run([*map(str, command), str(delta_signature(delta.path, content))], check=True)
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(repository: Path) -> None:

@@ -82,8 +82,8 @@ class Rows(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
         rows: torch.Tensor = self.rows(ids)["f"].values()
-        others: torch.Tensor = self.others(ids).values()
-        return rows.sum() + others.sum()
+        other_rows: torch.Tensor = self.others(ids).values()
+        return rows.sum() + other_rows.sum()
 
 
 def ids(*of_one_sample: int) -> KeyedJaggedTensor:
@@ -110,8 +110,8 @@ def test_what_was_looked_up_and_learned_from_is_published_but_for_an_error(tmp_p
         stream.step()
         coming.backward()
         export_model(Rows().rows, tmp_path / "r", "m", version=2)  # follows nobody
-    found = [load(delta_path(folder, number).read_bytes())["t/ids"].tolist() for number in listed(folder)]
-    assert found == [[3, 5], [7]]
+    published = [load(delta_path(folder, number).read_bytes())["t/ids"].tolist() for number in listed(folder)]
+    assert published == [[3, 5], [7]]
     assert stream.published is not None
     assert stream.published.version == 1
     dmp(early).backward()

@@ -59,10 +59,10 @@ def test_sums_do_not_depend_on_which_thread_makes_them(tmp_path: Path, monkeypat
 
 def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
-    write, left = os.pwrite, iter(range(20))
+    write, writes_left = os.pwrite, iter(range(20))
 
     def full(file: int, data: memoryview, offset: int) -> int:
-        if next(left, None) is None:
+        if next(writes_left, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data, offset)
 

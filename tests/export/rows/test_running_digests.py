@@ -65,19 +65,19 @@ def test_digests_of_hosts_bundles_are_of_the_published_files(tmp_path: Path) -> 
 
 
 def test_files_are_hashed_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    stops: list[int] = []
     hash_to = RunningDigests._hash_to
 
     def watched(digests: RunningDigests, rank: int, stop: int) -> None:
-        asked.append(stop)
+        stops.append(stop)
         hash_to(digests, rank, stop)
 
     monkeypatch.setattr(RunningDigests, "_hash_to", watched)
     bundle = export_model(collection(), tmp_path / "r", "m")
     size = (bundle / "weights.0.bin").stat().st_size
-    assert asked == sorted(asked)
-    assert len(asked) > 10
-    assert asked[-2:] == [size, size]  # nothing was left when all rows were stored
+    assert stops == sorted(stops)
+    assert len(stops) > 10
+    assert stops[-2:] == [size, size]  # nothing was left when all rows were stored
 
 
 def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:

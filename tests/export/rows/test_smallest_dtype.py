@@ -65,13 +65,13 @@ def test_an_error_equal_to_the_limit_is_allowed(dtype: WeightDtype) -> None:
 def test_progress_is_every_element_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 4096)
     table = TrainedTable("t", "t", 400, 16, Pooling.SUM, False, ("x",), ("x",))
-    read: list[int] = []
-    assert smallest_dtype(table, generated_checkpoint((table,)), 1e9, read.append) is WeightDtype.INT2
-    assert len(read) > 1
-    assert sum(read) == 400 * 16
-    read.clear()
-    assert smallest_dtype(table, generated_checkpoint((table,)), 0, read.append) is WeightDtype.FP32
-    assert len(read) == 1, "no dtype was left, and it read on"
+    elements: list[int] = []
+    assert smallest_dtype(table, generated_checkpoint((table,)), 1e9, elements.append) is WeightDtype.INT2
+    assert len(elements) > 1
+    assert sum(elements) == 400 * 16
+    elements.clear()
+    assert smallest_dtype(table, generated_checkpoint((table,)), 0, elements.append) is WeightDtype.FP32
+    assert len(elements) == 1, "no dtype was left, and it read on"
 
 
 def _table_of(rows: torch.Tensor) -> tuple[TrainedTable, checkpoint.Checkpoint]:

@@ -62,15 +62,16 @@ def noisy(scores: Any) -> list[int]:
 def expected_auc(bundle: Path, module: nn.Module, lines: list[Any], output: str, label: Callable[[Any], Any]) -> Any:
     """(served, trained) by TorchMetrics: from an engine of the published bundle, and the model itself."""
     engine = Engine.open(bundle)
-    served, own, labels = [], [], []
+    served, trained, labels = [], [], []
     for line in lines:
         dense = {name: np.array(rows, np.float32) for name, rows in line["dense"].items()}
         served.append(engine.score(line["features"], dense)[output].ravel())
-        own.append(own_scores(module, line["features"], dense)[output].ravel())
+        trained.append(own_scores(module, line["features"], dense)[output].ravel())
         labels.append(label(line["label"]))
     target = torch.tensor(np.concatenate(labels))
     return [
-        float(binary_auroc(torch.tensor(np.concatenate(each)).double().sigmoid(), target)) for each in (served, own)
+        float(binary_auroc(torch.tensor(np.concatenate(scores)).double().sigmoid(), target))
+        for scores in (served, trained)
     ]
 
 
@@ -89,11 +90,11 @@ def test_the_auc_of_what_serves_and_of_the_model(tmp_path: Path) -> None:
     aucs = {}
     for name, config in (("exact", EXACT), ("int2", INT2)):
         bundle = export_model(module, tmp_path / "r", name, replace(config, labelled=file))
-        served, own = expected_auc(bundle, module, lines, "scores", lambda label: label)
+        served, auc_of_model = expected_auc(bundle, module, lines, "scores", lambda label: label)
         aucs[name] = auc = auc_of_output(bundle)
         assert auc.samples == 81
         assert auc.served == pytest.approx(served, abs=1e-6)
-        assert auc.trained == pytest.approx(own, abs=1e-6)
+        assert auc.trained == pytest.approx(auc_of_model, abs=1e-6)
         shown = tbe_export("inspect", str(bundle)).stdout
         assert f"{auc.served:.5f}" in shown
         assert "AUC on labelled samples" in shown
@@ -109,8 +110,8 @@ def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> No
     bundle = export_model(module, tmp_path / "r", "m", replace(EXACT, labelled=file))
     auc = auc_of_output(bundle, "match")
     assert auc is not None
-    served, own = expected_auc(bundle, module, lines, "match", lambda label: label["match"])
-    assert (auc.served, auc.trained) == (pytest.approx(served, abs=1e-6), pytest.approx(own, abs=1e-6))
+    served, auc_of_model = expected_auc(bundle, module, lines, "match", lambda label: label["match"])
+    assert (auc.served, auc.trained) == (pytest.approx(served, abs=1e-6), pytest.approx(auc_of_model, abs=1e-6))
     assert auc_of_output(bundle, "queries") is None
     assert tbe_export("verify", str(bundle)).exit_code == 0
 
@@ -157,9 +158,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     file = write(folder / "sample.jsonl", lines)
     parts: list[CompiledDensePart] = []
 
-    def measure(directory: Path, scored: CompiledDensePart, *others: Any) -> Any:
+    def measure(directory: Path, scored: CompiledDensePart, *arguments: Any) -> Any:
         parts.append(scored)
-        return with_labelled_auc(directory, scored, *others)
+        return with_labelled_auc(directory, scored, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "with_labelled_auc", measure)
@@ -213,7 +214,7 @@ def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
     line = {"features": {}, "dense": {}, "label": [1]}
     file = tmp_path / "sample.jsonl"
     file.write_text(f"\n{json.dumps(line)}\n \t\n{json.dumps(line)}\n\n")
-    assert [each.where.rpartition(": ")[2] for each in read_labelled(file)] == ["line 2", "line 4"]
+    assert [labelled.where.rpartition(": ")[2] for labelled in read_labelled(file)] == ["line 2", "line 4"]
     file.write_text(f"{json.dumps(line)}\n\nno\n")
     with pytest.raises(ConfigurationError, match="line 3: expected JSON"):
         read_labelled(file)

@@ -111,15 +111,15 @@ def test_scores_need_no_torchscript(
 
 def test_a_module_of_the_user_s_own_needs_no_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_torchscript(monkeypatch, NoTorchScript.RAISES)
-    own = Own().eval()
-    bundle = export_model(even(), tmp_path, "m", EXACT, dense=own)
+    dense = Own().eval()
+    bundle = export_model(even(), tmp_path, "m", EXACT, dense=dense)
     assert own_files(bundle) == [EXPORTED_SCORES]
     assert part_of(bundle).mixes_samples is False
     engine = Engine.open(bundle)
     bags, _ = random_request(even(), np.random.default_rng(0), 9)
     pooled = {name: torch.from_numpy(numbers) for name, numbers in engine.lookup(bags).items()}
     with torch.no_grad():
-        np.testing.assert_allclose(engine.score(bags)["scores"], own(pooled).numpy(), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(engine.score(bags)["scores"], dense(pooled).numpy(), rtol=0, atol=1e-6)
 
 
 def test_an_exported_program_takes_one_row_and_refuses_lengths_of_other_rows(
@@ -146,8 +146,8 @@ def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundle says so, and is read as before there were several files."""
-    own = Own(halved=True)
-    bundle = export_model(even(), tmp_path, "m", EXACT, dense=own)
+    dense = Own(halved=True)
+    bundle = export_model(even(), tmp_path, "m", EXACT, dense=dense)
     manifest = open_bundle(bundle).manifest
     assert own_files(bundle) == [SCORES]
     assert part_of(bundle).files == ()
@@ -160,7 +160,7 @@ def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
     with pytest.raises(
         ModelError, match=r"Own: its forward cannot be compiled: TorchScript: RuntimeError: .*; torch.exp"
     ):
-        export_model(even(), tmp_path, "m", EXACT, dense=own)
+        export_model(even(), tmp_path, "m", EXACT, dense=dense)
 
 
 def test_an_exported_program_that_answers_differently_is_left_out(

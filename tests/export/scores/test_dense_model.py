@@ -78,14 +78,14 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("dtype", [DenseDtype.FP32, DenseDtype.BF16])
 @pytest.mark.parametrize(
-    ("own", "mixes"), [(OtherInTorchScript, True), (OtherInExport, True), (OtherInBfloat16, None), (Plain, False)]
+    ("dense", "mixes"), [(OtherInTorchScript, True), (OtherInExport, True), (OtherInBfloat16, None), (Plain, False)]
 )
 def test_what_torchscript_runs_is_what_is_looked_at(
-    tmp_path: Path, own: type[nn.Module], mixes: bool | None, dtype: DenseDtype
+    tmp_path: Path, dense: type[nn.Module], mixes: bool | None, dtype: DenseDtype
 ) -> None:
     """Samples meet where numbers are above 10⁷, which no probe shows."""
     torch.manual_seed(0)
-    bundle = export_model(even(), tmp_path, "m", replace(EXACT, dense_dtype=dtype), dense=own().eval())
+    bundle = export_model(even(), tmp_path, "m", replace(EXACT, dense_dtype=dtype), dense=dense().eval())
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
     assert part.mixes_samples == (dtype is DenseDtype.BF16 if mixes is None else mixes), part.mixed_by
@@ -104,9 +104,9 @@ class Several(nn.Module):
 @pytest.mark.parametrize("model", [Branches, even])
 def test_scores_are_those_of_the_module_that_was_given(tmp_path: Path, model: Any) -> None:
     torch.manual_seed(0)
-    own, module = Own(), model()
+    dense, module = Own(), model()
     config = replace(EXACT, dense_widths={"price": 3})
-    bundle = export_model(module, tmp_path, "m", config, dense=own)
+    bundle = export_model(module, tmp_path, "m", config, dense=dense)
     assert not verify(bundle, collect_tables(module)).failures
     engine = Engine.open(bundle)
     random = np.random.default_rng(0)
@@ -114,16 +114,16 @@ def test_scores_are_those_of_the_module_that_was_given(tmp_path: Path, model: An
     price = random.random((6, 3), np.float32)
     embeddings = {name: torch.from_numpy(rows.copy()) for name, rows in engine.lookup(bags).items()}
     with torch.no_grad():
-        expected = own(embeddings, torch.from_numpy(price))
+        expected = dense(embeddings, torch.from_numpy(price))
     answer = engine.score(bags, {"price": price})
     assert list(answer) == ["click", "buy"]
     for name, numbers in expected.items():
         np.testing.assert_allclose(answer[name], numbers, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("own", "names"), [(Alone(), ["scores"]), (Several(), ["scores_0", "scores_1"])])
-def test_answers_without_names_are_numbered(tmp_path: Path, own: nn.Module, names: list[str]) -> None:
-    engine = Engine.open(export_model(even(), tmp_path, "m", EXACT, dense=own))
+@pytest.mark.parametrize(("dense", "names"), [(Alone(), ["scores"]), (Several(), ["scores_0", "scores_1"])])
+def test_answers_without_names_are_numbered(tmp_path: Path, dense: nn.Module, names: list[str]) -> None:
+    engine = Engine.open(export_model(even(), tmp_path, "m", EXACT, dense=dense))
     assert list(engine.score(random_request(even(), np.random.default_rng(0), 2)[0])) == names
 
 

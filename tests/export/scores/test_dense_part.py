@@ -61,11 +61,11 @@ def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[]
     for samples in (1, 2, 33):
         bags, dense = random_request(module, random, samples)
         bags = dict(reversed(bags.items()))
-        expected, found = own_scores(module, bags, dense), exact.score(bags, dense)
-        assert list(found) == list(expected)
+        expected, answer = own_scores(module, bags, dense), exact.score(bags, dense)
+        assert list(answer) == list(expected)
         for name, numbers in expected.items():
-            assert found[name].shape == numbers.shape
-            np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+            assert answer[name].shape == numbers.shape
+            np.testing.assert_allclose(answer[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
             assert parity[name].trained is not None
             moved = np.abs(rounded.score(bags, dense)[name] - numbers).max()
             assert moved <= 4 * (parity[name].trained or 0) + 1e-6
@@ -114,8 +114,8 @@ def test_narrow_weights_answer_as_near_as_the_manifest_says(tmp_path: Path, dtyp
     assert part_of(bundle).dtype is dtype
     assert 0 < output.parity.scripted < output.parity.scale
     bags, dense = random_request(module, np.random.default_rng(0), 64)
-    found = Engine.open(bundle).score(bags, dense)["scores"]
-    moved = np.abs(found - own_scores(module, bags, dense)["scores"])
+    answer = Engine.open(bundle).score(bags, dense)["scores"]
+    moved = np.abs(answer - own_scores(module, bags, dense)["scores"])
     assert 0 < moved.max() <= 4 * output.parity.scripted
 
 
@@ -136,9 +136,9 @@ def test_weights_come_from_the_checkpoint(tmp_path: Path, saved: str, on_meta: b
         untrained = type(module)()
     bundle = export_model(untrained, tmp_path / "r", "m", EXACT, checkpoint=path)
     bags, dense = random_request(module, np.random.default_rng(0), 9)
-    found, expected = Engine.open(bundle).score(bags, dense), own_scores(module, bags, dense)
+    answer, expected = Engine.open(bundle).score(bags, dense), own_scores(module, bags, dense)
     for name, numbers in expected.items():
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(answer[name], numbers, rtol=0, atol=1e-6)
     assert (moved := part_of(bundle).outputs[0].parity.trained) is not None
     assert moved < 1e-6
 

@@ -65,9 +65,13 @@ def ids(lengths: list[int]) -> KeyedJaggedTensor:
 def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Best().eval()
-    own = Own().eval()
-    own.over = model.over
-    ways: dict[str, dict[str, Any]] = {"example": {"example": (ids([1, 2, 0]),)}, "traced": {}, "own": {"dense": own}}
+    dense = Own().eval()
+    dense.over = model.over
+    ways: dict[str, dict[str, Any]] = {
+        "example": {"example": (ids([1, 2, 0]),)},
+        "traced": {},
+        "own": {"dense": dense},
+    }
     config = ExportConfig(scores=True, dtype=EXACT.dtype, dense_dtype=dtype)
     bundle = export_model(model, tmp_path / "r", "m", config, **ways[way])
     with torch.no_grad():

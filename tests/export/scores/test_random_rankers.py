@@ -97,9 +97,9 @@ def example(module: Ranker) -> tuple[Any, ...]:
     return module.example(module.request(np.random.default_rng(module.seed), 5, 8))
 
 
-def assert_right(found: Mapping[str, Any], right: Mapping[str, Any], every: Sequence[Asked]) -> None:
+def assert_right(answer: Mapping[str, Any], right: Mapping[str, Any], every: Sequence[Asked]) -> None:
     """But for rounding, relative to the largest number of all answers: that of one may be a small difference."""
-    for name, numbers in found.items():
+    for name, numbers in answer.items():
         largest = max(float(np.abs(of[name]).max(initial=0)) for *_, of in every)
         np.testing.assert_allclose(numbers, right[name], rtol=0, atol=1e-5 * largest, err_msg=name)
 
@@ -107,7 +107,7 @@ def assert_right(found: Mapping[str, Any], right: Mapping[str, Any], every: Sequ
 def asked(module: Ranker, part: DensePart) -> list[Asked]:
     """Requests: ids, dense inputs, the keys that come once; and what the module answers by itself."""
     random = np.random.default_rng((module.seed, 1))
-    found = []
+    requests = []
     for samples, longest in SIZES:
         request = module.request(random, samples, longest)
         pair = module.events[:2] if module.together else []
@@ -115,13 +115,13 @@ def asked(module: Ranker, part: DensePart) -> list[Asked]:
         for shared in ([], chosen + (pair if random.random() < 0.5 else [])):
             bags = {key: bag[:1] if key in shared else bag for key, bag in request.bags.items()}
             right = answer_of_call(module, module.example(request.shared(shared, samples)))
-            found.append((bags, dense_of(request, part, shared), shared, right))
-    return found
+            requests.append((bags, dense_of(request, part, shared), shared, right))
+    return requests
 
 
 def dense_of(request: Request, part: DensePart, shared: Sequence[str]) -> dict[str, Any]:
-    found = {each.name: getattr(request, each.name.rpartition(".")[2]) for each in part.inputs}
+    tensors = {dense_input.name: getattr(request, dense_input.name.rpartition(".")[2]) for dense_input in part.inputs}
     for name, key in part.by_id.items():  # of two keys of one event, it may be either
         (times,) = request.times.values()
-        found[name] = times[:1] if key in shared else times
-    return found
+        tensors[name] = times[:1] if key in shared else times
+    return tensors

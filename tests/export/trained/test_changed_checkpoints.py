@@ -191,12 +191,12 @@ def overwriting(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Have a training save again as soon as rows of the second table are read."""
     from export.trained.checkpoint import Checkpoint
 
-    read = Checkpoint.rows
+    read_rows = Checkpoint.rows
 
     def rows(self: Checkpoint, table: Any, start: int, stop: int) -> Tensor:
         if table.name == "b":
             replaced(path, other_numbers(torch_file, path.parent / os.urandom(4).hex()))
-        return read(self, table, start, stop)
+        return read_rows(self, table, start, stop)
 
     monkeypatch.setattr(Checkpoint, "rows", rows)
 
@@ -248,10 +248,10 @@ def test_scores_are_not_exported_from_a_checkpoint_that_changes(
     torch.save(model.state_dict(), path)
     age(path)
     other = {key: number + 1 for key, number in model.state_dict().items()}
-    read = Checkpoint.rows
+    read_rows = Checkpoint.rows
 
     def rows(self: Checkpoint, table: Any, start: int, stop: int) -> Tensor:
-        stored = read(self, table, start, stop)
+        stored = read_rows(self, table, start, stop)
         part = tmp_path / os.urandom(4).hex()  # rows are read by several threads
         torch.save(other, part)
         os.replace(part, path)

@@ -189,8 +189,8 @@ def test_metadata_that_is_code_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "harmed").exists()
 
 
-@pytest.mark.parametrize("given", ["folder", "index"])
-def test_a_sharded_set_of_safetensors(tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("target", ["folder", "index"])
+def test_a_sharded_set_of_safetensors(tmp_path: Path, target: str) -> None:
     module = collection()
     state = module.state_dict()
     places = {
@@ -201,7 +201,7 @@ def test_a_sharded_set_of_safetensors(tmp_path: Path, given: str) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     exact = ExportConfig(dtype={"*": WeightDtype.FP32})
-    checkpoint = tmp_path if given == "folder" else index
+    checkpoint = tmp_path if target == "folder" else index
     with torch.device("meta"):
         empty = collection()
     bundle = export_model(empty, tmp_path / "r" / "r", "m", exact, checkpoint=checkpoint)

@@ -35,11 +35,11 @@ def under(*prefixes: str, keys: Iterable[str] = KEYS) -> list[str]:
     ],
 )  # fmt: skip
 def test_one_prefix_that_fits_is_taken(saved: list[str], prefix: str, unused: int) -> None:
-    taken = match_keys(Saved("c", saved), MODEL)
-    assert (taken.prefix, taken.unused) == (prefix, unused)
-    assert {*taken.keys} == {*KEYS}
-    for key, own in taken.keys.items():
-        bare = [name for name in own.removeprefix(prefix).split(".") if name not in WRAPPERS]
+    match = match_keys(Saved("c", saved), MODEL)
+    assert (match.prefix, match.unused) == (prefix, unused)
+    assert {*match.keys} == {*KEYS}
+    for key, saved_key in match.keys.items():
+        bare = [name for name in saved_key.removeprefix(prefix).split(".") if name not in WRAPPERS]
         assert ".".join(bare) == key
 
 
@@ -71,10 +71,10 @@ def test_all_else_is_refused_by_name(saved: list[str], said: str) -> None:
 @pytest.mark.parametrize("saved", [under("model.", "ema."), [*under("model.", keys=HEAD), *under("ema.")]])
 @pytest.mark.parametrize("prefix", ["ema.", "ema"])
 def test_a_prefix_that_is_named_is_taken(saved: list[str], prefix: str) -> None:
-    taken = match_keys(Saved("c", saved), MODEL, prefix)
-    assert taken.prefix == "ema."
-    assert taken.keys == {key: f"ema.{key}" for key in KEYS}
-    assert taken.unused == len(saved) - len(KEYS)
+    match = match_keys(Saved("c", saved), MODEL, prefix)
+    assert match.prefix == "ema."
+    assert match.keys == {key: f"ema.{key}" for key in KEYS}
+    assert match.unused == len(saved) - len(KEYS)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_a_prefix_that_does_not_fit_is_refused(prefix: str, said: str) -> None:
 
 def test_tables_alone_are_right_whatever_is_beside_them() -> None:
     tables = ModelKeys({"embedding_bags.t.weight": "table 't'"}, ["embedding_bags.t.weight"])
-    taken = match_keys(Saved("c", [*KEYS, "ebc.embedding_bags.other.weight"]), tables)
-    assert (taken.prefix, taken.unused) == ("ebc.", 4)
+    match = match_keys(Saved("c", [*KEYS, "ebc.embedding_bags.other.weight"]), tables)
+    assert (match.prefix, match.unused) == ("ebc.", 4)
     with pytest.raises(CheckpointError, match=r"2 times, under 'item\.ebc\.', 'user\.ebc\.'"):
         match_keys(Saved("c", under("user.", "item.")), tables)
 
 
 def test_names_of_wrappers_in_the_model_itself() -> None:
-    own: Any = {"module.weight": "weights", "head.weight": "weights"}
-    assert match_keys(Saved("c", [*own]), ModelKeys(own, own)).prefix == ""
-    assert match_keys(Saved("c", under("module.", keys=own)), ModelKeys(own, own)).prefix == "module."
+    weights: Any = {"module.weight": "weights", "head.weight": "weights"}
+    assert match_keys(Saved("c", [*weights]), ModelKeys(weights, weights)).prefix == ""
+    assert match_keys(Saved("c", under("module.", keys=weights)), ModelKeys(weights, weights)).prefix == "module."
     compiled = {f"_orig_mod.{key}": "weights" for key in KEYS}
     assert match_keys(Saved("c", under("model.")), ModelKeys(compiled, compiled)).keys == {
         f"_orig_mod.{key}": f"model.{key}" for key in KEYS
@@ -111,6 +111,6 @@ def test_names_of_wrappers_in_the_model_itself() -> None:
 
 def test_one_of_twins_is_enough() -> None:
     tied = replace(MODEL, twins=dict.fromkeys((TABLE, "head.weight"), (TABLE, "head.weight")))
-    taken = match_keys(Saved("c", [key for key in KEYS if key != "head.weight"]), tied)
-    assert "head.weight" not in taken.keys
-    assert tied.saved_as("head.weight", taken.keys) == TABLE
+    match = match_keys(Saved("c", [key for key in KEYS if key != "head.weight"]), tied)
+    assert "head.weight" not in match.keys
+    assert tied.saved_as("head.weight", match.keys) == TABLE

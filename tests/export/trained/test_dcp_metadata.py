@@ -212,8 +212,8 @@ def mutated(random: random.Random, whole: bytes) -> bytes:
     places = [position for _, _, position in pickletools.genops(whole) if position is not None and position > 11]
     content = whole[:2] + whole[11:]  # without its frame
     for _ in range(random.randint(1, 4)):
-        at = random.choice(places) - 9
-        content = content[:at] + operation(random, random.choice(pickletools.opcodes)) + content[at:]
+        offset = random.choice(places) - 9
+        content = content[:offset] + operation(random, random.choice(pickletools.opcodes)) + content[offset:]
     return content
 
 
@@ -292,11 +292,11 @@ def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monk
 def test_a_chunk_is_not_read_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
     result = pickle.loads((checkpoint / ".metadata").read_bytes())
     (data,) = {info.relative_path for info in result.storage_data.values()}
-    for place in (f"../{checkpoint.name}/{data}", str(checkpoint / data), "pipe"):
+    for path in (f"../{checkpoint.name}/{data}", str(checkpoint / data), "pipe"):
         for info in result.storage_data.values():
-            info.relative_path = place
+            info.relative_path = path
         folder = write(tmp_path / "c", pickle.dumps(result))
-        if place == "pipe":
-            os.mkfifo(folder / place)
+        if path == "pipe":
+            os.mkfifo(folder / path)
         with pytest.raises(CheckpointError, match=r"expected a plain chunk|pipe: cannot be opened"):
             open_folder(folder)

@@ -87,8 +87,8 @@ def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expect
     assert open_bundle(result).manifest.tables[0].id_map == open_bundle(expected).manifest.tables[0].id_map
     loaded = untrained()
     loaded.load_state_dict(state, strict=False)
-    theirs = export_model(loaded, tmp_path / "r", "m", checkpoint=None)
-    assert (result / IDS).read_bytes() == (theirs / IDS).read_bytes()
+    reordered = export_model(loaded, tmp_path / "r", "m", checkpoint=None)
+    assert (result / IDS).read_bytes() == (reordered / IDS).read_bytes()
 
 
 def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:

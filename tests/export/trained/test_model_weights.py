@@ -148,9 +148,9 @@ def served(bundle: Path) -> dict[str, Any]:
         return dict(engine.score({"i": IDS}))
 
 
-def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def assert_same(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name, numbers in expected.items():
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(answer[name], numbers, rtol=0, atol=2e-6, err_msg=name)
 
 
 def untrained(kind: Callable[[int], nn.Module]) -> nn.Module:
@@ -276,12 +276,12 @@ def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Pa
         CheckpointError, match=r"w\.pt: has all weights of the model 2 times, under 'model\.', 'ema\.module\."
     ):
         export(untrained(TiesItsLayers), tmp_path, state)
-    for prefix, expected, taken in (("model", module, "model."), ("ema.", average, "ema.")):
+    for prefix, expected, prefix_used in (("model", module, "model."), ("ema.", average, "ema.")):
         config = replace(EXACT, checkpoint_prefix=prefix)
         bundle = export(untrained(TiesItsLayers), tmp_path, state, config)
         assert_same(served(bundle), answers(expected))
         notes = open_bundle(bundle).manifest.notes
-        assert notes == (f"weights from `{taken}` of w.pt; 5 keys unused",)
+        assert notes == (f"weights from `{prefix_used}` of w.pt; 5 keys unused",)
     checkpoint = tmp_path / "w.pt"
     new = untrained(TiesItsLayers)
     with pytest.raises(CheckpointError, match="2 times"):

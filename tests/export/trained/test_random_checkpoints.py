@@ -124,19 +124,19 @@ def check(seed: int, folder: Path) -> str:
         path = form.write(state, folder)
         if is_own:  # the oracle is a module that loads what was saved
             module = model(seed)
-            wanted = {key: value for key, value in state.items() if key.startswith(prefix)}
-            bare = {_bare(key.removeprefix(prefix)): whole(value) for key, value in wanted.items()}
-            known = module.state_dict().keys()
-            module.load_state_dict({key: value for key, value in bare.items() if key in known}, strict=True)
+            state_of_model = {key: value for key, value in state.items() if key.startswith(prefix)}
+            bare = {_bare(key.removeprefix(prefix)): whole(value) for key, value in state_of_model.items()}
+            expected_keys = module.state_dict().keys()
+            module.load_state_dict({key: value for key, value in bare.items() if key in expected_keys}, strict=True)
     bags = random_bags(random, module.all_specs, 7)
     if on_meta:
         with _tables_on_meta():
-            given = model(seed)
+            built = model(seed)
     else:
-        given = model(seed)
+        built = model(seed)
     config = replace(EXACT, example=(kjt_of(random_bags(random, module.all_specs, 5)),) if by_example else None)
     try:
-        bundle = export_model(given, folder / "r", "m", config, checkpoint=path)
+        bundle = export_model(built, folder / "r", "m", config, checkpoint=path)
     except CheckpointError as error:
         if is_own:
             raise AssertionError(what) from error

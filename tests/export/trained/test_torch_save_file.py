@@ -179,8 +179,8 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, write: Callable[[Pa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write(tmp_path / "w.pt")
-    given = ["plan", "--model", "tests.support.models:collection", "--checkpoint", str(tmp_path / "w.pt")]
-    done = CliRunner().invoke(app, given)
+    arguments = ["plan", "--model", "tests.support.models:collection", "--checkpoint", str(tmp_path / "w.pt")]
+    done = CliRunner().invoke(app, arguments)
     (line,) = done.stderr.splitlines()
     assert message in line
     assert "weights_only" not in line

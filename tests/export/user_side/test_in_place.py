@@ -79,15 +79,15 @@ class Mask(Model):
 def test_what_others_read_is_not_written_to(kind: type[Model]) -> None:
     torch.manual_seed(0)
     module = kind()
-    once = rewritten(module)
+    programs = rewritten(module)
     embeddings = torch.randn(ITEMS, USER + ITEM)
     embeddings[:, :USER] = embeddings[:1, :USER]
-    user = once.user(embeddings[:1])
-    before = [tensor.clone() for tensor in (embeddings, *user, *once.items.state_dict().values())]
+    user = programs.user(embeddings[:1])
+    before = [tensor.clone() for tensor in (embeddings, *user, *programs.items.state_dict().values())]
     for _ in range(2):
-        (answer,) = once.items(embeddings, *user)
+        (answer,) = programs.items(embeddings, *user)
         torch.testing.assert_close(answer, module(embeddings), rtol=0, atol=1e-5)
-    for tensor, copy in zip((embeddings, *user, *once.items.state_dict().values()), before, strict=True):
+    for tensor, copy in zip((embeddings, *user, *programs.items.state_dict().values()), before, strict=True):
         assert torch.equal(tensor, copy)
     if kind is Written:
-        assert "aten.relu_" in once.items.code
+        assert "aten.relu_" in programs.items.code

@@ -137,39 +137,39 @@ class Written(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_columns_of_the_user_are_not_written_for_each_item(kind: type[nn.Module], columns: int) -> None:
     torch.manual_seed(0)
     module = kind()
-    once = rewritten(module)
+    programs = rewritten(module)
     embeddings = torch.randn(ITEMS, USER + ITEM)
     repeated = torch.cat([embeddings[:1, :USER].expand(ITEMS, -1), embeddings[:, USER:]], dim=1)
     embeddings[1:, :USER] = float("nan")  # no row but the first is read
     with Written() as written:
-        (answer,) = once.items(embeddings, *once.user(embeddings[:1]))
+        (answer,) = programs.items(embeddings, *programs.user(embeddings[:1]))
     torch.testing.assert_close(answer, module(repeated), rtol=0, atol=1e-5)
     assert written.columns <= columns
-    assert 0 < once.per_user <= once.operators
-    assert not once.left_alone
+    assert 0 < programs.per_user <= programs.operators
+    assert not programs.left_alone
 
 
-def assert_as_repeated(once: OncePerUser, module: nn.Module) -> None:
+def assert_as_repeated(programs: OncePerUser, module: nn.Module) -> None:
     """Compare a user and items with the module's own answer to the user repeated for each item."""
     embeddings = torch.randn(ITEMS, USER + ITEM)
     repeated = torch.cat([embeddings[:1, :USER].expand(ITEMS, -1), embeddings[:, USER:]], dim=1)
-    (answer,) = once.items(embeddings, *once.user(embeddings[:1]))
+    (answer,) = programs.items(embeddings, *programs.user(embeddings[:1]))
     torch.testing.assert_close(answer, module(repeated), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_an_operator_without_a_rule_gets_a_row_for_each_item_and_is_named() -> None:
     module = Unknown()
-    once = rewritten(module)
-    assert_as_repeated(once, module)
-    assert "aten.layer_norm.default" in {str(node.target) for node in once.left_alone}
+    programs = rewritten(module)
+    assert_as_repeated(programs, module)
+    assert "aten.layer_norm.default" in {str(node.target) for node in programs.left_alone}
 
 
 @torch.no_grad()
 def test_columns_of_a_cross_layer_are_multiplied_at_once() -> None:
     torch.manual_seed(0)
     module = CrossedItems()
-    once = rewritten(module)
-    assert_as_repeated(once, module)
-    products = [node for node in once.items.graph.nodes if str(node.target).startswith("aten.mul")]
+    programs = rewritten(module)
+    assert_as_repeated(programs, module)
+    products = [node for node in programs.items.graph.nodes if str(node.target).startswith("aten.mul")]
     assert len(products) == len(module.up)

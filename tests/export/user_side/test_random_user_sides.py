@@ -66,5 +66,5 @@ def _expect_right(
     """But for rounding, relative to the largest number of all answers."""
     limit = 1e-5 if config.output_dtype is OutputDtype.FP32 else 1e-2
     for name, numbers in answer.items():
-        largest = max(float(np.abs(asked.right[name]).max(initial=0)) for asked in every)
+        largest = max(float(np.abs(request.right[name]).max(initial=0)) for request in every)
         np.testing.assert_allclose(numbers, right[name], rtol=0, atol=limit * largest, err_msg=name)

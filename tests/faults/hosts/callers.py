@@ -26,7 +26,7 @@ class Seen:
     took: list[float] = field(default_factory=list)
 
     def failed_between(self, begin: float, end: float) -> int:
-        return sum(begin <= at < end for at, _, _ in self.failed)
+        return sum(begin <= failed_s < end for failed_s, _, _ in self.failed)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def asking(address: str, requests: Sequence[Asked]) -> Iterator[Seen]:
     Raises:
         SystemExit: one was not.
     """
-    seen, ended = Seen(), threading.Event()
+    results, ended = Seen(), threading.Event()
 
     def ask() -> None:
         with once(address) as client:
@@ -47,24 +47,26 @@ def asking(address: str, requests: Sequence[Asked]) -> Iterator[Seen]:
                         answer = client.lookup(request)
                     except ServingError as error:
                         now = time.monotonic()
-                        seen.failed.append((now, now - started, str(error)))
+                        results.failed.append((now, now - started, str(error)))
                     else:
                         now = time.monotonic()
                         is_right = answer.version in answers and same(answer, answers[answer.version])
-                        (seen.right if is_right else seen.wrong).append(now)
-                        seen.took.append(now - started)
+                        (results.right if is_right else results.wrong).append(now)
+                        results.took.append(now - started)
 
     threads = [threading.Thread(target=ask) for _ in range(CLIENTS)]
     for thread in threads:
         thread.start()
     try:
-        yield seen
+        yield results
     finally:
         ended.set()
         for thread in threads:
             thread.join()
-    if seen.wrong:
-        raise SystemExit(f"{len(seen.wrong)} of {len(seen.took)} answers are not those of the version that they name")
+    if results.wrong:
+        raise SystemExit(
+            f"{len(results.wrong)} of {len(results.took)} answers are not those of the version that they name"
+        )
 
 
 def once(address: str) -> LookupClient:

@@ -63,14 +63,23 @@ class Fleet:
         stack.callback(self._stop_all)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(self.start, self.machines))
-        own = only(folder / "r", [MODEL], folder / "router")
+        router_repository = only(folder / "r", [MODEL], folder / "router")
         addresses = {
             host: [f"{self.machines[host, replica].address}:8001" for replica in range(REPLICAS)]
             for host in range(self.hosts)
         }
         milliseconds = str(int(1000 * TIMEOUT_S))
-        configure(own / MODEL, addresses, "--shard-timeout-ms", milliseconds, "--instances", "2", "--version", "1")
-        self.router = stack.enter_context(running(own))
+        configure(
+            router_repository / MODEL,
+            addresses,
+            "--shard-timeout-ms",
+            milliseconds,
+            "--instances",
+            "2",
+            "--version",
+            "1",
+        )
+        self.router = stack.enter_context(running(router_repository))
 
     def _export(self, seed: int) -> tuple[Path, Engine]:
         module = collection(specs(self.hosts), seed=seed)
@@ -79,47 +88,47 @@ class Fleet:
         alone.mkdir()
         return bundle, Engine.open(in_one_process(alone, module, config(self.hosts), bundle))
 
-    def model_of(self, at: At) -> Path:
+    def model_of(self, replica_id: At) -> Path:
         """The folder of the host's model in a replica's own repository."""
-        host, replica = at
+        host, replica = replica_id
         return self.folder / f"{host}.{replica}" / f"{MODEL}-host-{host}"
 
-    def start(self, at: At, repository: Path | None = None, versions: Sequence[int] = (1, 2)) -> None:
+    def start(self, replica_id: At, repository: Path | None = None, versions: Sequence[int] = (1, 2)) -> None:
         """Serve a host's model on a machine; every version of it that is named."""
-        model = self._copy(at, repository or self.folder / "r")
+        model = self._copy(replica_id, repository or self.folder / "r")
         for version in {1, 2} - {*versions}:
             shutil.rmtree(model / str(version), ignore_errors=True)
         serve_all_versions(model)
-        self._run(at)
+        self._run(replica_id)
 
-    def start_following(self, at: At, *options: str) -> None:
+    def start_following(self, replica_id: At, *options: str) -> None:
         """Serve a host's model on a machine as its release says, which is version 1 for now."""
-        release(self._copy(at, self.folder / "r"), [1])
-        self._run(at, "--follow", *options)
+        release(self._copy(replica_id, self.folder / "r"), [1])
+        self._run(replica_id, "--follow", *options)
 
-    def _copy(self, at: At, repository: Path) -> Path:
+    def _copy(self, replica_id: At, repository: Path) -> Path:
         """A repository of its own for a replica; the model in it."""
-        model = self.model_of(at)
+        model = self.model_of(replica_id)
         shutil.rmtree(model.parent, ignore_errors=True)
         only(repository, [model.name], model.parent)
         return model
 
-    def _run(self, at: At, *options: str) -> None:
-        machine, stack, own = self.machines[at], ExitStack(), self.model_of(at).parent
-        self.running[at] = stack.enter_context(
+    def _run(self, replica_id: At, *options: str) -> None:
+        machine, stack, own_repository = self.machines[replica_id], ExitStack(), self.model_of(replica_id).parent
+        self.running[replica_id] = stack.enter_context(
             running(
-                own,
+                own_repository,
                 *("--host", machine.address, "--operations-host", machine.address),
                 *PORTS,
                 *options,
                 within=machine.within,
             )
         )
-        self.servers[at] = stack
+        self.servers[replica_id] = stack
 
-    def stop(self, at: At) -> None:
+    def stop(self, replica_id: At) -> None:
         """As `kubectl delete pod` does."""
-        self.servers.pop(at).close()
+        self.servers.pop(replica_id).close()
 
     def _stop_all(self) -> None:
         for server in [*self.servers]:
@@ -135,29 +144,31 @@ class Fleet:
             names = [name for spec in specs(self.hosts) if spec.name not in lost for name in spec.features]
         if only_host is not None:
             names = ["c"]
-        found = []
+        with_answers = []
         for seed in range(8):
             request = random_bags(np.random.default_rng(seed), specs(self.hosts), 1 + 4 * seed, names)
             request[names[0]][0] = [0, 900] if names[0] != "n" else [0]
             if "c" in request:
                 request["c"][0] = list(range(0, 997, 100))
-            found.append((request, {version: self.engines[version - 1].lookup(request) for version in versions}))
-        return found
+            with_answers.append(
+                (request, {version: self.engines[version - 1].lookup(request) for version in versions})
+            )
+        return with_answers
 
-    def asked(self, at: At) -> float:
+    def asked(self, replica_id: At) -> float:
         """How many requests a replica has answered since it was started."""
-        return metric(self.running[at], "nv_inference_request_success")
+        return metric(self.running[replica_id], "nv_inference_request_success")
 
-    def until_asked(self, at: At) -> float:
+    def until_asked(self, replica_id: At) -> float:
         """Until a replica is asked again; how long it took, in seconds."""
         started = time.monotonic()
         while True:
             try:
-                before = self.asked(at)
-                if self.asked(at) > before:
+                before = self.asked(replica_id)
+                if self.asked(replica_id) > before:
                     return time.monotonic() - started
             except OSError:
                 pass
             if time.monotonic() > started + PATIENCE_S:
-                raise SystemExit(f"replica {at} is not asked again within {PATIENCE_S:g} s")
+                raise SystemExit(f"replica {replica_id} is not asked again within {PATIENCE_S:g} s")
             time.sleep(0.1)

@@ -19,9 +19,9 @@ FAULT_S = 6.0
 def slow_link(fleet: Fleet, what: str, slowed: AbstractContextManager[None]) -> str:
     """Callers whose packets all go over a slow link."""
     until_back(fleet)
-    with slowed, asking(fleet.router.grpc, fleet.requests(1)) as seen:
+    with slowed, asking(fleet.router.grpc, fleet.requests(1)) as answers:
         time.sleep(FAULT_S)
     return (
-        f"{what}: {len(seen.right):,} answers, {len(seen.wrong)} wrong, {len(seen.failed)} failed, "
-        f"p50 {1000 * np.median(seen.took):.1f} ms"
+        f"{what}: {len(answers.right):,} answers, {len(answers.wrong)} wrong, {len(answers.failed)} failed, "
+        f"p50 {1000 * np.median(answers.took):.1f} ms"
     )

@@ -22,21 +22,21 @@ def host_lost(fleet: Fleet, what: str, *rules: str) -> str:
             for replica in range(REPLICAS):
                 faults.enter_context(fleet.machines[lost, replica].filtered(*rules))
             cut = time.monotonic()
-            with asking(fleet.router.grpc, other) as kept:
+            with asking(fleet.router.grpc, other) as unaffected:
                 time.sleep(FAULT_S)
             healed = time.monotonic()
         time.sleep(FAULT_S)
-        if not any(at > healed for at in needy.right):
+        if not any(right_s > healed for right_s in needy.right):
             raise SystemExit("the host is not back")
-    back_s = max(0.0, max(at for at, _, _ in needy.failed) - healed)
-    errors = [(took_s, said) for at, took_s, said in needy.failed if at > cut]
+    back_s = max(0.0, max(failed_s for failed_s, _, _ in needy.failed) - healed)
+    errors = [(took_s, said) for failed_s, took_s, said in needy.failed if failed_s > cut]
     untyped = sum(f"host {lost} ({MODEL}-host-{lost}" not in said for _, said in errors)
     longest = np.percentile([took_s for took_s, _ in errors], [50, 99, 100]) * 1000
     return (
         f"all replicas of a host {what}: {len(errors)} refused, {untyped} of them without its name, "
         f"after {longest[0]:.0f} ms (p50), {longest[1]:.0f} ms (p99), {longest[2]:.0f} ms at most "
         f"(shard-timeout-ms {1000 * TIMEOUT_S:.0f}, {CLIENTS * 2} callers on two instances); "
-        f"without it {len(kept.right):,} right, {len(kept.wrong) + len(kept.failed)} not; "
+        f"without it {len(unaffected.right):,} right, {len(unaffected.wrong) + len(unaffected.failed)} not; "
         f"{len(needy.wrong)} wrong; no refusal {back_s:.1f} s after it returned"
     )
 
@@ -69,17 +69,19 @@ def router_killed(fleet: Fleet) -> str:
     with ExitStack() as stack:
         for replica in range(REPLICAS):
             stack.enter_context(fleet.machines[0, replica].filtered(DROP_IN, DROP_OUT))
-        seen = stack.enter_context(asking(fleet.router.grpc, fleet.requests(1, without=0)))
-        while not seen.right:
+        answers = stack.enter_context(asking(fleet.router.grpc, fleet.requests(1, without=0)))
+        while not answers.right:
             time.sleep(0.01)
         killed_at = time.monotonic()
         fleet.router.triton.kill()
         time.sleep(0.5)
-        before = len(seen.right)
-        while len(seen.right) <= before:
+        before = len(answers.right)
+        while len(answers.right) <= before:
             if time.monotonic() > killed_at + PATIENCE_S:
                 raise SystemExit("the router does not serve again")
             time.sleep(0.01)
         back_s = time.monotonic() - killed_at
     until_back(fleet)
-    return f"the router killed while a host is lost: it answered again after {back_s:.1f} s, {len(seen.wrong)} wrong"
+    return (
+        f"the router killed while a host is lost: it answered again after {back_s:.1f} s, {len(answers.wrong)} wrong"
+    )

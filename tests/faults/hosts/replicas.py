@@ -15,16 +15,16 @@ Fault = Callable[[Fleet, At], AbstractContextManager[None]]
 
 
 @contextmanager
-def killed(fleet: Fleet, at: At) -> Iterator[None]:
+def killed(fleet: Fleet, replica_id: At) -> Iterator[None]:
     """tritonserver is killed. `tbe-serve run` starts it anew."""
-    fleet.running[at].triton.kill()
+    fleet.running[replica_id].triton.kill()
     yield
 
 
 @contextmanager
-def stopped(fleet: Fleet, at: At) -> Iterator[None]:
+def stopped(fleet: Fleet, replica_id: At) -> Iterator[None]:
     """SIGSTOP."""
-    server = fleet.running[at].triton
+    server = fleet.running[replica_id].triton
     server.suspend()
     try:
         yield
@@ -33,15 +33,15 @@ def stopped(fleet: Fleet, at: At) -> Iterator[None]:
 
 
 @contextmanager
-def restarted(fleet: Fleet, at: At) -> Iterator[None]:
+def restarted(fleet: Fleet, replica_id: At) -> Iterator[None]:
     """As `kubectl delete pod` does."""
-    fleet.stop(at)
-    fleet.start(at)
+    fleet.stop(replica_id)
+    fleet.start(replica_id)
     yield
 
 
 def filtered(*rules: str) -> Fault:
-    return lambda fleet, at: fleet.machines[at].filtered(*rules)
+    return lambda fleet, replica_id: fleet.machines[replica_id].filtered(*rules)
 
 
 ONE_REPLICA: Mapping[str, Fault] = {
@@ -58,31 +58,31 @@ ONE_REPLICA: Mapping[str, Fault] = {
 
 def one_replica(fleet: Fleet, what: str, fault: Fault) -> str:
     """A fault of one of two replicas, under load."""
-    at = (0, 1)
-    with asking(fleet.router.grpc, fleet.requests(1)) as seen:
-        fleet.until_asked(at)
+    replica_id = (0, 1)
+    with asking(fleet.router.grpc, fleet.requests(1)) as answers:
+        fleet.until_asked(replica_id)
         begin = time.monotonic()
-        with fault(fleet, at):
+        with fault(fleet, replica_id):
             time.sleep(max(0.0, FAULT_S - (time.monotonic() - begin)))
             end = time.monotonic()
-        back_s = fleet.until_asked(at)
-    late = seen.failed_between(begin + NOTICED_S, float("inf"))
+        back_s = fleet.until_asked(replica_id)
+    late = answers.failed_between(begin + NOTICED_S, float("inf"))
     return (
-        f"one of two replicas {what}: {len(seen.right):,} answers, {len(seen.wrong)} wrong, {len(seen.failed)} failed, "
+        f"one of two replicas {what}: {len(answers.right):,} answers, {len(answers.wrong)} wrong, {len(answers.failed)} failed, "
         f"{late} of them after {NOTICED_S:g} s; asked again {back_s:.1f} s after the {end - begin:.0f} s"
     )
 
 
 def other_bundle(fleet: Fleet) -> str:
     """A replica comes back with another export of the same version, then without the version."""
-    at = (0, 1)
-    with asking(fleet.router.grpc, fleet.requests(1)) as seen:
+    replica_id = (0, 1)
+    with asking(fleet.router.grpc, fleet.requests(1)) as answers:
         for repository, versions in ((fleet.folder / "other" / "r", (1,)), (None, (2,)), (None, (1, 2))):
-            fleet.stop(at)
-            fleet.start(at, repository, versions)
+            fleet.stop(replica_id)
+            fleet.start(replica_id, repository, versions)
             time.sleep(2)
-        fleet.until_asked(at)
+        fleet.until_asked(replica_id)
     return (
-        f"a replica restarted with another bundle, then without the version, then right: {len(seen.right):,} answers, "
-        f"{len(seen.wrong)} wrong, {len(seen.failed)} failed"
+        f"a replica restarted with another bundle, then without the version, then right: {len(answers.right):,} answers, "
+        f"{len(answers.wrong)} wrong, {len(answers.failed)} failed"
     )

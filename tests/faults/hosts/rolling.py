@@ -28,15 +28,15 @@ def half_rolled(fleet: Fleet) -> str:
         fleet.stop((host, 1))
         fleet.start((host, 1), versions=(1,))
     switches = 0
-    with asking(fleet.router.grpc, fleet.requests(1, 2)) as seen:
+    with asking(fleet.router.grpc, fleet.requests(1, 2)) as answers:
         for version in (2, 1) * 3:
             done = load(fleet.router, MODEL, version)
             if done.returncode:
                 raise SystemExit(done.stderr)
             switches += 1
     return (
-        f"{switches} switches of a router half of whose replicas lack a version: {len(seen.right):,} answers, "
-        f"{len(seen.wrong)} of neither version or of both, {len(seen.failed)} failed"
+        f"{switches} switches of a router half of whose replicas lack a version: {len(answers.right):,} answers, "
+        f"{len(answers.wrong)} of neither version or of both, {len(answers.failed)} failed"
     )
 
 
@@ -45,20 +45,25 @@ def rolled(fleet: Fleet) -> str:
     for machine in fleet.machines:
         fleet.stop(machine)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda at: fleet.start_following(at, "--unload-after-s", str(LONGEST_S)), fleet.machines))
-    rolls, own = 0, fleet.folder / "router" / MODEL
-    with _following(own) as router, asking(router.grpc, fleet.requests(1, 2)) as seen:
+        list(
+            pool.map(
+                lambda replica_id: fleet.start_following(replica_id, "--unload-after-s", str(LONGEST_S)),
+                fleet.machines,
+            )
+        )
+    rolls, model = 0, fleet.folder / "router" / MODEL
+    with _following(model) as router, asking(router.grpc, fleet.requests(1, 2)) as answers:
         began = time.monotonic()
         while time.monotonic() < began + ROLLING_S:
             for new, old in ((2, 1), (1, 2)):
-                _roll(fleet, own, router, new, old)
+                _roll(fleet, model, router, new, old)
                 rolls += 1
         took_s = time.monotonic() - began
-    if seen.failed:
-        raise SystemExit(f"{len(seen.failed)} lookups failed while versions were rolled out: {seen.failed[0]}")
+    if answers.failed:
+        raise SystemExit(f"{len(answers.failed)} lookups failed while versions were rolled out: {answers.failed[0]}")
     return (
         f"{rolls} versions rolled out under load within {took_s:.0f} s, hosts before the router: "
-        f"{len(seen.right):,} answers, {len(seen.wrong)} of neither version or of both, {len(seen.failed)} failed"
+        f"{len(answers.right):,} answers, {len(answers.wrong)} of neither version or of both, {len(answers.failed)} failed"
     )
 
 
@@ -70,14 +75,14 @@ def _following(model: Path) -> Iterator[Running]:
         yield router
 
 
-def _roll(fleet: Fleet, own: Path, router: Running, new: int, old: int) -> None:
+def _roll(fleet: Fleet, router_model: Path, router: Running, new: int, old: int) -> None:
     """Hosts load the new version beside the old one, the router switches, hosts unload the old one."""
     models = {machine: fleet.model_of(machine) for machine in fleet.machines}
     for model in models.values():
         release(model, [old, new])
     for name, model in models.items():
         _until_served(fleet.running[name].grpc, model.name, [old, new])
-    release(own, [new])
+    release(router_model, [new])
     _until_answered(router.grpc, new)
     time.sleep(LONGEST_S)
     for model in models.values():

@@ -96,21 +96,21 @@ class Bench:
         requests: int,
         call_ms: float,
         decode: Callable[[Tensors], Tensors] | None = None,
-        gone: Callable[[int], bool] | None = None,
+        cancelled: Callable[[int], bool] | None = None,
     ) -> str:
         """Letters: an answer, a refusal because of load, an invalid request, one whose caller has gone."""
         self.call_ms = call_ms
-        asked = [replace(self.tensors, trace=str(number)) for number in range(requests)]
+        batch = [replace(self.tensors, trace=str(number)) for number in range(requests)]
 
         def is_gone(tensors: Tensors) -> bool:
             self.asked_for += 1
-            return gone is not None and gone(int(tensors.trace or 0))
+            return cancelled is not None and cancelled(int(tensors.trace or 0))
 
         def count(tensors: Tensors) -> Tensors:
             self.decoded += 1
             return tensors
 
-        outcomes = self.answerer.answer(asked, decode or count, is_gone)
+        outcomes = self.answerer.answer(batch, decode or count, is_gone)
         said = ""
         for outcome in outcomes:
             if isinstance(outcome, ServerUnavailable):
@@ -196,7 +196,7 @@ def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
 def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
     assert bench.answer(1, 2000) == "a"
-    assert bench.answer(200, 1, gone=lambda _: True) == "g" * 200
+    assert bench.answer(200, 1, cancelled=lambda _: True) == "g" * 200
     assert bench.decoded == 1
     bench.metrics.publish()
     assert bench.counts["tbe_cancelled_total"] == 200
@@ -205,7 +205,7 @@ def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.Mon
 def test_among_others_too(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
     assert bench.answer(1, 2000) == "a"
-    assert bench.answer(64, 1, gone=lambda number: number < 40) == "g" * 40 + "a" * 24
+    assert bench.answer(64, 1, cancelled=lambda number: number < 40) == "g" * 40 + "a" * 24
 
 
 def test_nobody_is_asked_for_who_cannot_have_waited_long(bench: Bench) -> None:
@@ -246,11 +246,11 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
     counts: dict[str, float] = {}
     metrics = counting(counts, ["t"])
     answerer = Answerer(half, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
-    asked = [
+    requests = [
         Tensors(None, np.array(bag, np.int64), np.array([len(bag)], np.int32), np.full(len(bag), 4e4, np.float32))
         for bag in bags
     ]
-    answers = answerer.answer(asked, lambda tensors: tensors, lambda _: False)
+    answers = answerer.answer(requests, lambda tensors: tensors, lambda _: False)
     metrics.publish()
     embeddings = [answer["embeddings"] for answer in answers if isinstance(answer, dict)]
     assert len(embeddings) == len(bags)
@@ -262,8 +262,8 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
 
 def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    found = [answering._overflows(numbers[[number, 0]]) for number in range(numbers.size)]
-    assert found == (~np.isfinite(numbers)).tolist()
+    overflows = [answering._overflows(numbers[[number, 0]]) for number in range(numbers.size)]
+    assert overflows == (~np.isfinite(numbers)).tolist()
     assert not answering._overflows(np.array([np.inf], np.float32))
 
 
@@ -296,7 +296,7 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(mixed: Path) -> No
         tables = [table.name for table in engine.bundle.manifest.tables]
         metrics = counting(counts, tables)
         answerer = Answerer(engine, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
-        refused = [isinstance(each, ServingError) for each in answerer.answer(requests, decode, lambda _: False)]
+        refused = [isinstance(answer, ServingError) for answer in answerer.answer(requests, decode, lambda _: False)]
         assert refused == [False] + [True] * 6
         with without_collector():
             for _ in range(20):

@@ -96,12 +96,12 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
     ],
 )
 def test_what_is_counted(first_scrape: str, name: str, labels: dict[str, str], expected: float) -> None:
-    found = [
+    samples = [
         float(line.rpartition(" ")[2])
         for line in first_scrape.splitlines()
         if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items())
     ]
-    assert found == [expected]
+    assert samples == [expected]
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +184,11 @@ def test_a_time_is_in_its_bucket_and_in_all_above() -> None:
     for seconds, number in ((0.0005, 1), (0.003, 2), (99.0, 1)):
         times.observe(seconds, number)
         times.publish()
-    found = {le: count for (name, le), count in counts.items() if name == "bucket"}
+    buckets = {le: count for (name, le), count in counts.items() if name == "bucket"}
     expected = {"0.0005": 1, "0.001": 1, "0.002": 1} | dict.fromkeys(
         ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"], 3
     )
-    assert found == {**expected, "+Inf": 4}
+    assert buckets == {**expected, "+Inf": 4}
     assert counts["count", ""] == 4
     assert counts["sum", ""] == pytest.approx(99.0065)
 
@@ -215,9 +215,9 @@ HISTOGRAM = {name + end: end for name in HISTOGRAMS for end in ("_bucket", "_sum
 def test_names_say_what_they_are(pages: str) -> None:
     """As `promtool check metrics` has it: counters end in _total, and the suffixes of histograms are theirs alone."""
     expected = {*HISTOGRAM}
-    found = families(pages)
-    assert {found.pop(name) for name in HISTOGRAM} == {"counter"}
-    for name, kind in found.items():
+    kinds = families(pages)
+    assert {kinds.pop(name) for name in HISTOGRAM} == {"counter"}
+    for name, kind in kinds.items():
         assert kind in ("counter", "gauge")
         assert name.endswith("_total") == (kind == "counter"), name
         assert not name.endswith(("_bucket", "_sum", "_count")), name
@@ -270,26 +270,29 @@ def grouped_by(node: Any) -> Iterator[tuple[Any, list[str]]]:
 
 def series(page: str) -> dict[str, list[dict[str, str]]]:
     """The labels of each series of a metrics page, by name."""
-    found: dict[str, list[dict[str, str]]] = {}
+    by_name: dict[str, list[dict[str, str]]] = {}
     for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", page, re.MULTILINE):
-        found.setdefault(name, []).append(dict(re.findall(r'(\w+)="([^"]*)"', labels)))
-    return found
+        by_name.setdefault(name, []).append(dict(re.findall(r'(\w+)="([^"]*)"', labels)))
+    return by_name
 
 
 @pytest.mark.parametrize("query", queries())
 def test_every_query_of_the_dashboard_finds_its_series(pages: str, query: str) -> None:
-    found = series(pages)
+    by_name = series(pages)
     tree = parsed(query)
     names = {selector.name for selector in selectors(tree)}
     assert names
     for selector in selectors(tree):
-        assert selector.name in found, selector.name
+        assert selector.name in by_name, selector.name
         for matcher in re.findall(r'(\w+)=~"([^"]*)"', str(selector)):
-            assert any(re.fullmatch(matcher[1], each.get(matcher[0], "")) for each in found[selector.name])
+            assert any(
+                re.fullmatch(matcher[1], series_labels.get(matcher[0], ""))
+                for series_labels in by_name[selector.name]
+            )
     for aggregate, labels in grouped_by(tree):
         for selector in kept(aggregate):
-            for each in found[selector.name]:
-                assert set(labels) <= set(each), f"{selector.name} has no {set(labels) - set(each)}"
+            for series_labels in by_name[selector.name]:
+                assert set(labels) <= set(series_labels), f"{selector.name} has no {set(labels) - set(series_labels)}"
 
 
 def test_the_dashboard_shows_every_metric_of_ours(pages: str) -> None:
@@ -335,17 +338,17 @@ def test_gauges_are_asked_of_versions_that_are_served() -> None:
         *("tbe_host_replicas", "tbe_host_replicas_up", "tbe_bundle_exported_timestamp_seconds"),
         *("tbe_weights_bytes", "tbe_weights_huge_bytes", "tbe_slow_kernels"),
     }
-    asked = [{selector.name for selector in selectors(parsed(query))} for query in queries()]
-    assert set().union(*asked) >= gauges
-    assert all("tbe_serving_seconds_total" in names for names in asked if names & gauges)
+    names_of_queries = [{selector.name for selector in selectors(parsed(query))} for query in queries()]
+    assert set().union(*names_of_queries) >= gauges
+    assert all("tbe_serving_seconds_total" in names for names in names_of_queries if names & gauges)
 
 
 def test_age_is_asked_of_versions_that_are_served() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    asked = [line for line in page.splitlines() if line.startswith("time() -")]
-    asked += [query for query in queries() if "exported" in query]
-    assert len(asked) == 2
-    for query in asked:
+    expressions = [line for line in page.splitlines() if line.startswith("time() -")]
+    expressions += [query for query in queries() if "exported" in query]
+    assert len(expressions) == 2
+    for query in expressions:
         names = {selector.name for selector in selectors(parsed(query))}
         assert names == {"tbe_bundle_exported_timestamp_seconds", "tbe_serving_seconds_total"}
 

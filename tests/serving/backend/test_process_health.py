@@ -54,12 +54,12 @@ def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_pa
             while answers and not entered(bundle).exists():
                 time.sleep(0.01)
             with by_a_debugger(process):
-                told = [first] if first else [pool.submit(is_right, 0)]
+                lookups = [first] if first else [pool.submit(is_right, 0)]
                 for number in range(1, 6):  # Triton gives one up every second, and hands over the next
                     time.sleep(0.5)
-                    told.append(pool.submit(is_right, number))
+                    lookups.append(pool.submit(is_right, number))
                 gate_of(bundle).unlink()
-            assert False not in [each.result() for each in told]
+            assert False not in [lookup.result() for lookup in lookups]
             gate_of(bundle).touch()
         process.wait(60)  # it ended itself, or its tritonserver did
         until = time.monotonic() + PATIENCE_S
@@ -75,16 +75,16 @@ def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_pat
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
         (stub,) = living_stubs(server.triton.pid)
         client.lookup(request)
-        seen = [stub.is_busy()]
+        busy = [stub.is_busy()]
         with held(bundle), ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(client.lookup, request)
+            pending = pool.submit(client.lookup, request)
             wait_for_execution(bundle)
-            seen.append(stub.is_busy())
+            busy.append(stub.is_busy())
             gate_of(bundle).unlink()
-            asked.result()
-            seen.append(stub.is_busy())
+            pending.result()
+            busy.append(stub.is_busy())
             gate_of(bundle).touch()
-    assert seen == [False, True, False]
+    assert busy == [False, True, False]
     assert not stub.is_busy()
 
 
@@ -105,10 +105,10 @@ def test_a_process_ends_when_the_clock_was_set_forward_and_not_when_it_was_set_b
 
 
 def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
-    now, seen = [0.0], threading.Event()
+    now, diagnosed = [0.0], threading.Event()
 
     def end(_: str) -> None:
-        seen.wait(60)
+        diagnosed.wait(60)
 
     pauses = Pauses(lambda: now[0], end)
     pauses.start()
@@ -117,7 +117,7 @@ def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
     checking.start()
     checking.join(1.0)
     assert checking.is_alive()
-    seen.set()
+    diagnosed.set()
     checking.join(60)
     assert not checking.is_alive()
     pauses.stop()
@@ -200,6 +200,6 @@ with ThreadPoolExecutor(4) as pool:
 def test_what_malloc_keeps_beyond_a_bound_is_given_back(malloc: dict[str, str]) -> None:
     command = [sys.executable, "-c", _MUCH_IS_FREED]
     said = subprocess.check_output(command, env=os.environ | {"LD_PRELOAD": ""} | malloc, text=True, cwd=ROOT)
-    in_use, kept, left, left_again = map(int, said.split())
-    assert min(in_use, kept) > 400, "it keeps what is freed"
-    assert max(left, left_again) <= (KEPT_BYTES >> 20) + 16, "pieces of it are kept for small objects"
+    in_use, cached, remaining, left_again = map(int, said.split())
+    assert min(in_use, cached) > 400, "it keeps what is freed"
+    assert max(remaining, left_again) <= (KEPT_BYTES >> 20) + 16, "pieces of it are kept for small objects"

@@ -34,10 +34,10 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def lines(path: Path, count: int) -> list[dict[str, Any]]:
     """The captured lines, once there are `count`: they are written a moment later."""
     deadline = time.monotonic() + 60
-    while len(found := path.read_text().splitlines()) < count and time.monotonic() < deadline:
+    while len(written := path.read_text().splitlines()) < count and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(found) == count
-    return [json.loads(line) for line in found]
+    assert len(written) == count
+    return [json.loads(line) for line in written]
 
 
 @pytest.mark.long
@@ -104,8 +104,8 @@ def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
         with LookupClient(server.grpc, "m", 30) as client:
             for number in range(100):
                 client.lookup({"x": [[number % 50]]})
-        kept = metric(server, "tbe_captured_total", model="m")
-    assert 5 < kept < 30
+        captured = metric(server, "tbe_captured_total", model="m")
+    assert 5 < captured < 30
     assert (tmp_path / "m.jsonl").stat().st_size <= 2000
     requests = list(read_captured(tmp_path / "m.jsonl"))
     assert [request.values for request in requests] == [[number] for number in range(len(requests))]
@@ -145,9 +145,9 @@ class NotRead(np.ndarray[Any, Any]):
 
 def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
     """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
-    kept: queue.SimpleQueue[None] = queue.SimpleQueue()
+    written: queue.SimpleQueue[None] = queue.SimpleQueue()
     recorder = Recorder(
-        tmp_path / "file", None, 1000, lambda is_kept: kept.put(None) if is_kept else None, pytest.fail
+        tmp_path / "file", None, 1000, lambda is_kept: written.put(None) if is_kept else None, pytest.fail
     )
     lengths = np.array([498], np.int32)
     recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
@@ -156,7 +156,7 @@ def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path
     large = {"user": np.zeros((1, 250), np.float32)}
     recorder.record(Tensors(None, np.zeros(1, np.int64).view(NotRead), lengths, dense=large), "refused: dense")
     recorder.record(Tensors(None, np.zeros(1, np.int64), lengths), "refused: lengths")
-    kept.get(timeout=60)
+    written.get(timeout=60)
     assert len((tmp_path / "file").read_text().splitlines()) == 1
 
 
@@ -208,10 +208,10 @@ def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(t
     assert passed_over.lines == 0
 
 
-def recorded(path: Path, kept: "queue.SimpleQueue[None]", values: Any = ()) -> None:
-    recorder = Recorder(path, None, 10_000, lambda is_kept: kept.put(None) if is_kept else None, pytest.fail)
+def recorded(path: Path, written: "queue.SimpleQueue[None]", values: Any = ()) -> None:
+    recorder = Recorder(path, None, 10_000, lambda is_kept: written.put(None) if is_kept else None, pytest.fail)
     recorder.record(Tensors(["x"], np.array(values, np.int64), np.array([1], np.int32)), "refused: lengths")
-    kept.get(timeout=60)
+    written.get(timeout=60)
 
 
 def test_a_full_file_drops_what_comes_and_goes_on_once_it_is_emptied(tmp_path: Path) -> None:
@@ -222,23 +222,23 @@ def test_a_full_file_drops_what_comes_and_goes_on_once_it_is_emptied(tmp_path: P
         recorder.record(Tensors(["x"], np.array([1]), np.array([1], np.int32)), "refused: ids")
         return counted.get(timeout=60)
 
-    found = [record() for _ in range(20)]
-    assert found == sorted(found, reverse=True)  # kept first, then dropped
-    assert {*found} == {True, False}
-    kept = found.count(True)
-    assert len(list(read_captured(tmp_path / "file"))) == kept
+    outcomes = [record() for _ in range(20)]
+    assert outcomes == sorted(outcomes, reverse=True)  # kept first, then dropped
+    assert {*outcomes} == {True, False}
+    captured = outcomes.count(True)
+    assert len(list(read_captured(tmp_path / "file"))) == captured
     os.truncate(tmp_path / "file", 0)
-    assert [record() for _ in range(kept + 1)] == [True] * kept + [False]
-    assert len(list(read_captured(tmp_path / "file"))) == kept
+    assert [record() for _ in range(captured + 1)] == [True] * captured + [False]
+    assert len(list(read_captured(tmp_path / "file"))) == captured
 
 
 def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> None:
-    kept: queue.SimpleQueue[None] = queue.SimpleQueue()
-    recorded(tmp_path / "file", kept, [1])
+    written: queue.SimpleQueue[None] = queue.SimpleQueue()
+    recorded(tmp_path / "file", written, [1])
     with (tmp_path / "file").open("ab") as file:
         file.write(b'{"at": "2026')
-    recorded(tmp_path / "file", kept, [2])
-    recorded(tmp_path / "file", kept, [3])
+    recorded(tmp_path / "file", written, [2])
+    recorded(tmp_path / "file", written, [3])
     passed_over = PassedOver()
     assert [captured.values for captured in read_captured(tmp_path / "file", passed_over)] == [[1], [2], [3]]
     assert passed_over.lines == 1

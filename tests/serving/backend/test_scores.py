@@ -68,11 +68,11 @@ def asked(name: str, seed: int, samples: int = 7) -> tuple[Any, Any, Any]:
     return bags, dense, own_scores(MODELS[name], bags, dense)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert list(found) == list(expected)
+def assert_same(scores: Any, expected: Any) -> None:
+    assert list(scores) == list(expected)
     for name, numbers in expected.items():
-        assert found[name].shape == numbers.shape
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+        assert scores[name].shape == numbers.shape
+        np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
 @pytest.mark.parametrize("name", one_in(2, ["surges", "relative"]))
@@ -88,9 +88,9 @@ def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, 
         client.info()
         for _ in range(10):  # until some have waited for one another
             before = metric(server, "tbe_calls_total", model=name)
-            found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
+            answers = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
             calls = metric(server, "tbe_calls_total", model=name) - before
-            for answer, (_, _, expected) in zip(found, requests, strict=True):
+            for answer, (_, _, expected) in zip(answers, requests, strict=True):
                 assert_same(answer, expected)
             if calls < len(requests):
                 break
@@ -103,8 +103,8 @@ def test_a_request_that_a_model_cannot_score_fails_alone(server: Server) -> None
         dense["dense_features"][3, 0] = 10
     with LookupClient(server.grpc, "looks_up", 30, retries=Retries(attempts=1)) as client:
         client.info()
-        found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
-    for number, (answer, (_, _, expected)) in enumerate(zip(found, requests, strict=True)):
+        answers = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
+    for number, (answer, (_, _, expected)) in enumerate(zip(answers, requests, strict=True)):
         if number % 8:
             assert_same(answer, expected)
         else:
@@ -131,17 +131,17 @@ def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: st
         ]
         scores = [partial(client.score, bags, dense) for bags, dense, _ in requests]
         before = metric(server, "tbe_calls_total", model=name)
-        found = at_once([*scores, *lookups, *bad, *nothing])
+        answers = at_once([*scores, *lookups, *bad, *nothing])
         assert metric(server, "tbe_calls_total", model=name) - before < 88
         alone = [client.lookup(dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
-    for answer, (_, _, expected) in zip(found, requests, strict=False):
+    for answer, (_, _, expected) in zip(answers, requests, strict=False):
         assert_same(answer, expected)
-    for answer, expected in zip(found[64:], alone, strict=False):
+    for answer, expected in zip(answers[64:], alone, strict=False):
         assert list(answer) == list(expected)
         for key, rows in expected.items():
             np.testing.assert_array_equal(answer[key], rows)
-    assert [type(each) for each in found[80:88]] == [InvalidRequest] * 8
-    assert all(np.isnan(each["scores"]).all() for each in found[88:])
+    assert [type(answer) for answer in answers[80:88]] == [InvalidRequest] * 8
+    assert all(np.isnan(answer["scores"]).all() for answer in answers[88:])
 
 
 DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float64": "FP64"}
@@ -153,9 +153,9 @@ def infer(server: Server, name: str, arrays: dict[str, Any], outputs: list[str] 
     for key, array in arrays.items():
         inputs.append(triton.InferInput(key, [1, *array.shape], DTYPES[str(array.dtype)]))
         inputs[-1].set_data_from_numpy(array[np.newaxis])
-    wanted = None if outputs is None else [triton.InferRequestedOutput(output) for output in outputs]
+    requested = None if outputs is None else [triton.InferRequestedOutput(output) for output in outputs]
     with triton.InferenceServerClient(server.grpc) as client:
-        return client.infer(name, inputs, outputs=wanted, parameters=parameters)
+        return client.infer(name, inputs, outputs=requested, parameters=parameters)
 
 
 def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> None:

@@ -54,7 +54,7 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
                 client.lookup({"i": [[0, 100], [50]], "u": [[98, 1]]}, shared=["u"])
                 with pytest.raises(InvalidRequest):
                     client.lookup({"i": [[1_000_000]], "u": [[2]]})
-            spans = collector.of(f"{context.trace_id:032x}", lambda found: len(servers(found)) == 4)
+            spans = collector.of(f"{context.trace_id:032x}", lambda received: len(servers(received)) == 4)
             assert {span.span.trace_id.hex() for span in collector.all()} == {f"{context.trace_id:032x}"}
     assert {span.service for span in spans} == {"tbe-serving"}
     answered, refused = (
@@ -65,24 +65,24 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
         )
         for error in (None, "IdsOutside")
     )
-    for each in (answered, refused):
-        assert each.span.name == METHOD
-        assert each.span.parent_span_id.hex() == f"{context.span_id:016x}"
+    for traced in (answered, refused):
+        assert traced.span.name == METHOD
+        assert traced.span.parent_span_id.hex() == f"{context.span_id:016x}"
     assert [value.string_value for value in answered.attributes["tbe.shared"].values] == ["u"]
     assert "tbe.shared" not in refused.attributes
     assert refused.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
     assert (refused.span.status.code, answered.span.status.code) == (2, 0)
     assert "[0, 101)" in refused.span.status.message
     below = [span.span for span in spans if span.span.parent_span_id == answered.span.span_id]
-    assert [each.name for each in below if each.kind == INTERNAL] == ["queue", *STAGES]
-    assert {each.attributes[0].value.int_value for each in below if each.kind == CLIENT} == {0, 1}
-    of_hosts = [each for each in below if each.kind == SERVER]
+    assert [traced.name for traced in below if traced.kind == INTERNAL] == ["queue", *STAGES]
+    assert {traced.attributes[0].value.int_value for traced in below if traced.kind == CLIENT} == {0, 1}
+    of_hosts = [traced for traced in below if traced.kind == SERVER]
     assert len(of_hosts) == 2  # made by the hosts' own processes
-    for each in below:
-        assert answered.span.start_time_unix_nano <= each.start_time_unix_nano <= each.end_time_unix_nano
+    for traced in below:
+        assert answered.span.start_time_unix_nano <= traced.start_time_unix_nano <= traced.end_time_unix_nano
         # Two processes read one clock at two times.
-        assert each.end_time_unix_nano <= answered.span.end_time_unix_nano + 10_000_000
-    stages = [each for each in below if each.kind == INTERNAL]
+        assert traced.end_time_unix_nano <= answered.span.end_time_unix_nano + 10_000_000
+    stages = [traced for traced in below if traced.kind == INTERNAL]
     assert all(
         abs(before.end_time_unix_nano - after.start_time_unix_nano) < 1_000_000 for before, after in pairwise(stages)
     )
@@ -105,8 +105,8 @@ def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: py
     spans = Spans.of_environment("m", "1")
     assert spans is not None
     nothing = Tensors(None, np.empty(0, np.int64), np.empty(0, np.int32))
-    asked = [nothing, *(replace(nothing, trace=f"00-{7:032x}-{7:016x}-{flags}") for flags in ("00", "01"))]
-    *without, last = spans.begin(asked, time.perf_counter())
+    requests = [nothing, *(replace(nothing, trace=f"00-{7:032x}-{7:016x}-{flags}") for flags in ("00", "01"))]
+    *without, last = spans.begin(requests, time.perf_counter())
     assert without == [None, None]
     assert (last is None) == (TRACE.get() is None) == (sampler == "always_off")
     spans.close()
@@ -115,31 +115,31 @@ def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: py
 def test_a_request_that_is_not_looked_up_has_no_stages_and_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     spans = Spans("m", "1")
-    kept = InMemorySpanExporter()
-    spans._provider.add_span_processor(SimpleSpanProcessor(kept))
+    exporter = InMemorySpanExporter()
+    spans._provider.add_span_processor(SimpleSpanProcessor(exporter))
     request = Tensors(None, np.empty(0, np.int64), np.empty(0, np.int32), trace=f"00-{7:032x}-{7:016x}-01")
     now = time.perf_counter()
     before = [HostTime(0, now - 1, now)]  # of another request
     spans.end(spans.begin([request], now), now, [now], before, [InvalidRequest("no")])
-    (only,) = kept.get_finished_spans()
+    (only,) = exporter.get_finished_spans()
     assert (only.status.status_code, only.status.description) == (trace.StatusCode.ERROR, "no")
 
 
 def test_a_client_sends_the_context_of_the_current_span_unless_it_is_told_another() -> None:
     connection = Connection(addresses=["127.0.0.1:1"])
     assert connection.call_metadata(None) == []  # in no span
-    given = f"00-{7:032x}-{7:016x}-00"
+    traceparent = f"00-{7:032x}-{7:016x}-00"
     with TracerProvider().get_tracer("a caller").start_as_current_span("a page") as span:
         context = span.get_span_context()
         current = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
         assert connection.call_metadata(None) == [("traceparent", current)]
-        assert connection.call_metadata(given) == [("traceparent", given)]
-        own = Connection(addresses=["127.0.0.1:1"], metadata={"traceparent": given})
-        assert own.call_metadata(None) == [("traceparent", given)]
+        assert connection.call_metadata(traceparent) == [("traceparent", traceparent)]
+        configured = Connection(addresses=["127.0.0.1:1"], metadata={"traceparent": traceparent})
+        assert configured.call_metadata(None) == [("traceparent", traceparent)]
 
 
-def is_of_router(each: Seen) -> bool:
-    return bool(each.attributes["tbe.model"] == MODEL)
+def is_of_router(traced: Seen) -> bool:
+    return bool(traced.attributes["tbe.model"] == MODEL)
 
 
 def test_without_being_asked_for_nothing_of_opentelemetry_is_imported() -> None:

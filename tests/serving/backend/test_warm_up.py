@@ -84,8 +84,8 @@ def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_pat
     bad = replace(request, dense={"user": dense["user"]})
     lookup = replace(request, outputs=["embeddings"], dense={})
     with (tmp_path / "captured.jsonl").open("wb") as file:
-        for each in (request, bad, lookup):
-            file.write(msgspec.json.encode(CapturedRequest.of(each, "", "slow: 9 ms")) + b"\n")
+        for captured in (request, bad, lookup):
+            file.write(msgspec.json.encode(CapturedRequest.of(captured, "", "slow: 9 ms")) + b"\n")
     done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(tmp_path / "captured.jsonl"))
     assert done.returncode == 0, done.stderr
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):

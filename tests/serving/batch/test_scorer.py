@@ -43,17 +43,17 @@ def test_a_table_is_scored_whatever_its_chunks(bundle: Path, day: Path, expected
 
 
 def test_a_stream_of_batches_is_scored_one_by_one(bundle: Path, day: Path, expected: Any) -> None:
-    taken = []
+    consumed = []
 
     def batches() -> Any:
         for batch in parquet.read_table(day).to_batches(max_chunksize=90):
-            taken.append(batch)
+            consumed.append(batch)
             yield batch
 
     scores = Scorer(bundle, keep=["id"])(batches())
-    assert not taken
+    assert not consumed
     first = next(scores)
-    assert len(taken) == 1
+    assert len(consumed) == 1
     table = pa.Table.from_batches([first, *scores])
     assert table.schema.field("both").type == pa.list_(pa.float32())  # Spark has no lists of one length
     assert_same(table, expected.cast(table.schema))

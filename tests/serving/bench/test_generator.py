@@ -123,8 +123,8 @@ def test_deadlines_are_errors() -> None:
     ids=["busy", "late", "wrong", "believed", "few_answers"],
 )
 def test_numbers_about_the_generator_itself_are_refused(load_: Traffic, run: Repeat, why: str | None) -> None:
-    found = refusal(load_, [Repeat(latencies_s=[0.01]), run])
-    assert found is None if why is None else why in str(found)
+    problem = refusal(load_, [Repeat(latencies_s=[0.01]), run])
+    assert problem is None if why is None else why in str(problem)
 
 
 def test_a_busy_generator_is_noticed() -> None:
@@ -168,18 +168,20 @@ def test_the_reference_is_what_the_oracle_says_and_the_engine_answers(bundle: Pa
         feature.name: [random.integers(0, table.rows, random.integers(0, 5)).tolist() for _ in range(20)]
         for feature, table in zip(features, opened.manifest.feature_tables, strict=True)
     }
-    lengths = np.array([len(bag) for each in bags.values() for bag in each], np.int32)
-    values = np.array([id_ for each in bags.values() for bag in each for id_ in bag])
+    lengths = np.array([len(bag) for feature_bags in bags.values() for bag in feature_bags], np.int32)
+    values = np.array([id_ for feature_bags in bags.values() for bag in feature_bags for id_ in bag])
     request = Tensors(None, values, lengths)
-    found = pool(bundle, opened.manifest, request)
-    for feature, table, answer in zip(features, opened.manifest.feature_tables, found.answers, strict=True):
+    prepared = pool(bundle, opened.manifest, request)
+    for feature, table, answer in zip(features, opened.manifest.feature_tables, prepared.answers, strict=True):
         exact = oracle.pool(bundle_reader.exported_table(bundle, table.name), bags[feature.name], table.pooling.value)
         np.testing.assert_allclose(answer, exact, atol=1e-6)
     embeddings = Engine.open(bundle).outputs(request)[EMBEDDINGS]
-    assert list(found.misses(found.by_feature({"embeddings": embeddings}))) == []
+    assert list(prepared.misses(prepared.by_feature({"embeddings": embeddings}))) == []
     embeddings = embeddings.copy()
     embeddings[3, -1] += 1e-3
-    assert [name for name, _ in found.misses(found.by_feature({"embeddings": embeddings}))] == [features[-1].name]
+    assert [name for name, _ in prepared.misses(prepared.by_feature({"embeddings": embeddings}))] == [
+        features[-1].name
+    ]
 
 
 def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
@@ -188,11 +190,11 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
     values = np.array([-1, 0, 1 << 40] * len(names))
     request = Tensors(None, values, np.array([3] * len(names), np.int32))
     tables = {table.name: table for table in opened.manifest.tables}
-    asked = [
+    table_names = [
         feature.name for feature in opened.manifest.features if tables[feature.table].id_policy is not IdPolicy.ERROR
     ]
-    request = Tensors(asked, values[: 3 * len(asked)], request.lengths[: len(asked)])
-    assert len(asked) > 1
+    request = Tensors(table_names, values[: 3 * len(table_names)], request.lengths[: len(table_names)])
+    assert len(table_names) > 1
     answer = Engine.open(bundle).outputs(request)[EMBEDDINGS]
-    found = pool(bundle, opened.manifest, request)
-    assert list(found.misses(found.by_feature({"embeddings": answer}))) == []
+    prepared = pool(bundle, opened.manifest, request)
+    assert list(prepared.misses(prepared.by_feature({"embeddings": answer}))) == []

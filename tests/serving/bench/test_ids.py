@@ -21,11 +21,11 @@ def test_popularity_follows_zipf_s_law(exponent: float) -> None:
     """The continuous law that ids are drawn by is close to the exact one, worked out by summing."""
     rows, count = 1000, 400_000
     ids = Distribution(exponent).draw(np.random.default_rng(1), rows, count)
-    found = np.sort(np.bincount(ids, minlength=rows))[::-1].cumsum() / count
+    cumulative = np.sort(np.bincount(ids, minlength=rows))[::-1].cumsum() / count
     exact = np.arange(1, rows + 1) ** -exponent
     exact = exact.cumsum() / exact.sum()
     for top in (10, 100, 500):
-        assert found[top - 1] == pytest.approx(exact[top - 1], abs=0.02)
+        assert cumulative[top - 1] == pytest.approx(exact[top - 1], abs=0.02)
     hottest = np.argsort(np.bincount(ids, minlength=rows))[::-1][:10]
     assert np.ptp(hottest) > rows / 2  # not side by side
 

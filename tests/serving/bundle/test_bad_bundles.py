@@ -52,9 +52,9 @@ def another(tmp_path_factory: pytest.TempPathFactory, original: Path) -> Path:
     module = collection(MIXED)
     for weights in module.parameters():
         weights.data.mul_(-1)
-    found = export_model(module, tmp_path_factory.mktemp("other") / "r", "m", CONFIG)
-    assert (found / WEIGHTS[0]).stat().st_size == (original / WEIGHTS[0]).stat().st_size
-    return found
+    bundle = export_model(module, tmp_path_factory.mktemp("other") / "r", "m", CONFIG)
+    assert (bundle / WEIGHTS[0]).stat().st_size == (original / WEIGHTS[0]).stat().st_size
+    return bundle
 
 
 def probe(manifest: Manifest) -> Tensors:
@@ -76,7 +76,7 @@ def bundle(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "1"))
 
 
-def outcome(bundle: Path, asked: Tensors, expected: "np.ndarray[Any, Any]") -> str:
+def outcome(bundle: Path, request: Tensors, expected: "np.ndarray[Any, Any]") -> str:
     """`refused` or `right`, of a version loaded as the backend loads it; fails for everything else."""
     refused = None
     try:
@@ -89,7 +89,7 @@ def outcome(bundle: Path, asked: Tensors, expected: "np.ndarray[Any, Any]") -> s
         assert str(bundle) in refused
         assert "\n" not in refused
         return "refused"
-    np.testing.assert_array_equal(engine.outputs(asked)[EMBEDDINGS], expected)
+    np.testing.assert_array_equal(engine.outputs(request)[EMBEDDINGS], expected)
     return "right"
 
 
@@ -101,31 +101,31 @@ def positions(size: int, count: int) -> list[int]:
 @pytest.mark.parametrize("name", [*CODE, *WEIGHTS])
 def test_a_flipped_bit_anywhere_is_refused(bundle: Path, name: str, expected: "np.ndarray[Any, Any]") -> None:
     """Scales, biases, codes, floats, what lies between shards, and code."""
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     path = bundle / name
     whole = path.read_bytes()
     for number, position in enumerate(positions(len(whole), 150)):
         flipped = bytearray(whole)
         flipped[position] ^= 1 << number % 8
         path.write_bytes(flipped)
-        assert outcome(bundle, asked, expected) == "refused", position
+        assert outcome(bundle, request, expected) == "refused", position
     path.write_bytes(whole)
-    assert outcome(bundle, asked, expected) == "right"
+    assert outcome(bundle, request, expected) == "right"
 
 
 def test_a_flipped_bit_of_the_manifest_is_refused_or_changes_no_answer(
     bundle: Path, expected: "np.ndarray[Any, Any]"
 ) -> None:
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     whole = (bundle / MANIFEST).read_bytes()
-    seen = []
+    outcomes = []
     for number, position in enumerate(positions(len(whole), 400)):
         flipped = bytearray(whole)
         flipped[position] ^= 1 << number % 8
         (bundle / MANIFEST).write_bytes(flipped)
-        seen.append(outcome(bundle, asked, expected))
-    assert seen.count("refused") > 200
-    assert seen.count("right") > 5  # a digit of how well it agreed
+        outcomes.append(outcome(bundle, request, expected))
+    assert outcomes.count("refused") > 200
+    assert outcomes.count("right") > 5  # a digit of how well it agreed
 
 
 def resized(path: Path) -> Iterator[bytes]:
@@ -138,10 +138,10 @@ def resized(path: Path) -> Iterator[bytes]:
 def test_a_file_that_is_cut_emptied_or_longer_is_refused(
     bundle: Path, name: str, expected: "np.ndarray[Any, Any]"
 ) -> None:
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     for content in list(resized(bundle / name)):
         (bundle / name).write_bytes(content)
-        assert outcome(bundle, asked, expected) == "refused", content[:20]
+        assert outcome(bundle, request, expected) == "refused", content[:20]
 
 
 def swap(one: str, other: str) -> Change:
@@ -192,32 +192,32 @@ def links_to_itself(name: str) -> Change:
 def test_files_that_are_not_what_they_were_are_refused(
     bundle: Path, change: Change, expected: "np.ndarray[Any, Any]"
 ) -> None:
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     change(bundle)
-    assert outcome(bundle, asked, expected) == "refused"
+    assert outcome(bundle, request, expected) == "refused"
 
 
 @pytest.mark.parametrize("name", [MANIFEST, *WEIGHTS])
 def test_a_file_of_another_export_of_the_same_tables_is_refused(
     bundle: Path, another: Path, name: str, expected: "np.ndarray[Any, Any]"
 ) -> None:
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     shutil.copy(another / name, bundle / name)
-    assert outcome(bundle, asked, expected) == "refused"
+    assert outcome(bundle, request, expected) == "refused"
 
 
 def test_an_edited_manifest_is_refused_or_changes_no_answer(bundle: Path, expected: "np.ndarray[Any, Any]") -> None:
     manifest = json.loads((bundle / MANIFEST).read_text())
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     every = list(edits(manifest))
     random = np.random.default_rng(0)
-    seen = []
+    outcomes = []
     for number in random.permutation(len(every))[:600]:
         (bundle / MANIFEST).write_text(json.dumps(every[number]))
-        seen.append(outcome(bundle, asked, expected))
+        outcomes.append(outcome(bundle, request, expected))
     assert len(every) > 1000
-    assert seen.count("refused") > 400
-    assert seen.count("right") > 5
+    assert outcomes.count("refused") > 400
+    assert outcomes.count("right") > 5
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_an_edited_manifest_is_refused_or_changes_no_answer(bundle: Path, expect
     ],
 )
 def test_what_is_no_manifest_is_refused(bundle: Path, content: bytes, expected: "np.ndarray[Any, Any]") -> None:
-    asked = probe(open_bundle(bundle).manifest)
+    request = probe(open_bundle(bundle).manifest)
     (bundle / MANIFEST).write_bytes(content)
-    assert outcome(bundle, asked, expected) == "refused"
+    assert outcome(bundle, request, expected) == "refused"
 
 
 def test_a_program_compiled_for_another_manifest_is_refused(original: Path, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dt
 
 @every_dtype
 def test_fbgemm_calls_each_dtype_so(dtype: WeightDtype) -> None:
-    theirs = SparseType.from_int(dtype.format.sparse_type)
-    assert (theirs.name, theirs.bit_rate()) == (dtype.value, dtype.format.bits)
+    sparse_type = SparseType.from_int(dtype.format.sparse_type)
+    assert (sparse_type.name, sparse_type.bit_rate()) == (dtype.value, dtype.format.bits)
     assert WeightDtype(dtype.value) is dtype
 
 
@@ -83,10 +83,10 @@ def test_the_kernel_is_told_the_widest_segment_of_each_dtype(dtype: WeightDtype)
     with mock.patch.object(torch.ops.fbgemm, "int_nbit_split_embedding_codegen_lookup_function") as operator:
         tbe(torch.empty(0), torch.empty(0), torch.empty(0), None, None)
     names = [argument.name for argument in schema.arguments]
-    told = dict(zip(names, operator.call_args.args, strict=False))
-    assert told["row_alignment"] == 1
-    assert told["weights_tys"].tolist() == [dtype.format.sparse_type] * 3
-    widest = {name: width for name, width in told.items() if name.startswith("max_") and width}
+    arguments = dict(zip(names, operator.call_args.args, strict=False))
+    assert arguments["row_alignment"] == 1
+    assert arguments["weights_tys"].tolist() == [dtype.format.sparse_type] * 3
+    widest = {name: width for name, width in arguments.items() if name.startswith("max_") and width}
     kind = "int" if isinstance(dtype.format, CodeRows) else "float"
     assert widest == {f"max_{kind}{dtype.format.bits}_D": 24}
 

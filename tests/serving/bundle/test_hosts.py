@@ -162,7 +162,7 @@ def test_a_manifest_of_format_4_has_every_rank_itself(mixed: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("plan", "zz"), ("model", "a/b"), ("host", -1), ("host", 9)], ids=lambda each: str(each)
+    ("key", "value"), [("plan", "zz"), ("model", "a/b"), ("host", -1), ("host", 9)], ids=lambda value: str(value)
 )
 def test_a_part_of_nothing_there_can_be_is_refused(host: Path, key: str, value: Any) -> None:
     edit(host, lambda manifest: manifest["part_of"].update({key: value}))

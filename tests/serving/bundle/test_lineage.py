@@ -25,26 +25,28 @@ MOST = 8
 STEPS = st.sets(st.sampled_from([Step(last, since) for last in range(1, MOST + 1) for since in range(last)]))
 
 
-def furthest(steps: set[Step], at: int, until: int = MOST) -> int:
+def furthest(steps: set[Step], sequence: int, until: int = MOST) -> int:
     """The delta that can be reached by any of some steps, found by trying each way."""
-    ways = [furthest(steps, step.sequence, until) for step in steps if step.since <= at < step.sequence <= until]
-    return max(ways, default=at)
+    ways = [
+        furthest(steps, step.sequence, until) for step in steps if step.since <= sequence < step.sequence <= until
+    ]
+    return max(ways, default=sequence)
 
 
 @given(STEPS, st.integers(0, MOST))
-def test_steps_in_order_reach_as_far_as_any_way(steps: set[Step], at: int) -> None:
-    assert reached(sorted(steps), at) == furthest(steps, at)
+def test_steps_in_order_reach_as_far_as_any_way(steps: set[Step], sequence: int) -> None:
+    assert reached(sorted(steps), sequence) == furthest(steps, sequence)
 
 
 @given(STEPS, st.integers(0, MOST), st.integers(0, MOST))
-def test_the_next_step_again_and_again_reaches_as_far_as_any_way(steps: set[Step], at: int, until: int) -> None:
+def test_the_next_step_again_and_again_reaches_as_far_as_any_way(steps: set[Step], sequence: int, until: int) -> None:
     """And takes no more steps than there are: each goes on."""
-    expected = furthest(steps, at, until)
-    taken = 0
-    while (step := next_step(steps, at, until)) in steps and step.sequence <= until:
-        at, taken = step.sequence, taken + 1
-    assert at == expected
-    assert taken <= MOST
+    expected = furthest(steps, sequence, until)
+    count = 0
+    while (step := next_step(steps, sequence, until)) in steps and step.sequence <= until:
+        sequence, count = step.sequence, count + 1
+    assert sequence == expected
+    assert count <= MOST
 
 
 @given(st.integers(1, MOST_DELTAS), st.integers(0, MOST_DELTAS - 1))
@@ -112,4 +114,4 @@ def test_what_squashed_deltas_stand_for_is_not_needed(after: int, expected: list
         **{f"{number}": Step(number, number - 1) for number in range(1, 8)},
     }
     there = [delta_path(Path(), *step).name for step in steps.values() if step.sequence > after]
-    assert {*needed_files(there, after)} == {delta_path(Path(), *steps[each]).name for each in expected}
+    assert {*needed_files(there, after)} == {delta_path(Path(), *steps[index]).name for index in expected}

@@ -124,7 +124,7 @@ def test_a_key_that_is_left_out_is_not_null(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "twice", "place"),
+    ("single", "twice", "path"),
     [
         pytest.param('"format_version": 10', '"format_version": 10, "format_version": 10', "$.format_version", id="top"),
         pytest.param('"rows": 300', '"rows": 300, "rows": 300', "$.tables[1].rows", id="table"),
@@ -133,12 +133,12 @@ def test_a_key_that_is_left_out_is_not_null(bundle: Path) -> None:
         pytest.param('"rows": 300', '"rows": 300, "ro\\u0077s": 300', "$.tables[1].rows", id="escaped"),
     ],
 )  # fmt: skip
-def test_a_key_that_is_there_twice_is_refused(bundle: Path, found: str, twice: str, place: str) -> None:
+def test_a_key_that_is_there_twice_is_refused(bundle: Path, single: str, twice: str, path: str) -> None:
     """Readers differ in which of the two they take."""
     text = json.dumps(json.loads((bundle / "manifest.json").read_text()))
-    assert found in text
-    (bundle / "manifest.json").write_text(text.replace(found, twice, 1))
-    with pytest.raises(BundleError, match=re.escape(f"expected each key once, got `{place}` twice")):
+    assert single in text
+    (bundle / "manifest.json").write_text(text.replace(single, twice, 1))
+    with pytest.raises(BundleError, match=re.escape(f"expected each key once, got `{path}` twice")):
         open_bundle(bundle)
 
 

@@ -64,9 +64,9 @@ def test_what_is_damaged_is_not_released(target: Target, name: str) -> None:
     done = tbe_export("release", str(target.model), "1", "2")
     assert done.exit_code == 1
     assert f"{target.model}/2/{name}: " in done.stderr
-    found = read_release(target.model)
-    assert found is not None
-    assert found.versions == (1,)
+    published = read_release(target.model)
+    assert published is not None
+    assert published.versions == (1,)
     assert tbe_export("release", str(target.model), "2", "--no-verify").exit_code == 0
 
 
@@ -94,8 +94,8 @@ def by_somebody_else(target: Target) -> None:
 def of_another_model(target: Target) -> None:
     tbe_export("release", str(target.repository / "other"), "1", "--signing-key", str(target.key))
     for suffix in (".json", ".sig"):
-        theirs = release_path(target.repository / "other").with_suffix(suffix)
-        shutil.copy(theirs, release_path(target.model).with_suffix(suffix))
+        other = release_path(target.repository / "other").with_suffix(suffix)
+        shutil.copy(other, release_path(target.model).with_suffix(suffix))
 
 
 @pytest.mark.promise("A release without a trusted signature is refused")

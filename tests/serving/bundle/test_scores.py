@@ -131,12 +131,12 @@ def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_
 
 
 @pytest.mark.parametrize("name", [SCORES, EXPORTED_SCORES])
-@pytest.mark.parametrize("at", [0, 5000, -1])
-def test_a_changed_byte_of_scores_is_not_loaded(bundle: Path, at: int, name: str) -> None:
+@pytest.mark.parametrize("position", [0, 5000, -1])
+def test_a_changed_byte_of_scores_is_not_loaded(bundle: Path, position: int, name: str) -> None:
     """Nor is another file loaded in its place, although it would answer alike."""
     opened = open_bundle(bundle)
     content = bytearray((bundle / name).read_bytes())
-    content[at] ^= 1
+    content[position] ^= 1
     (bundle / name).write_bytes(content)
     with pytest.raises(BundleError, match=f"{name}: expected SHA-256"):
         open_bundle(bundle)

@@ -22,5 +22,5 @@ def address(fake: FakeServer) -> Iterator[str]:
 @pytest.fixture(params=[lookup_sync, lookup_async], ids=["LookupClient", "AsyncLookupClient"])
 def lookup(request: pytest.FixtureRequest) -> Lookup:
     """One lookup by a client of each kind."""
-    each: Lookup = request.param
-    return each
+    chosen: Lookup = request.param
+    return chosen

@@ -16,16 +16,16 @@ from tests.support.fake_server import FakeServer, serving
 @pytest.fixture
 def held() -> Iterator[tuple[FakeServer, str, threading.Event, threading.Event]]:
     """A server that holds its answers: itself, its address, what is set when it was asked, and what lets them go."""
-    fake, asked, released = FakeServer(), threading.Event(), threading.Event()
+    fake, received, released = FakeServer(), threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
-        asked.set()
+        received.set()
         released.wait(100)
 
     with serving(fake) as address:
         fake.fail = hold
         try:
-            yield fake, address, asked, released
+            yield fake, address, received, released
         finally:
             released.set()
 
@@ -89,12 +89,12 @@ def test_without_an_event_loop(address: str) -> None:
 def test_a_client_that_is_closed_while_it_is_asked(
     held: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    _, address, asked, _ = held
+    _, address, received, _ = held
 
     async def run() -> None:
         client = await made(address)
         tasks = [asyncio.create_task(ask(client)) for _ in range(3)]
-        await asyncio.to_thread(asked.wait, 60)
+        await asyncio.to_thread(received.wait, 60)
         await client.close()
         for task in tasks:
             with pytest.raises(RequestCancelled, match="the client is closed"):
@@ -107,7 +107,7 @@ def test_a_client_that_is_closed_while_it_is_asked(
 def test_a_blocking_client_that_is_closed_while_it_is_asked(
     held: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    _, address, asked, _ = held
+    _, address, received, _ = held
     client = LookupClient(address, "m", 60)
     errors: list[Exception] = []
 
@@ -119,7 +119,7 @@ def test_a_blocking_client_that_is_closed_while_it_is_asked(
 
     thread = threading.Thread(target=lookup)
     thread.start()
-    asked.wait(60)
+    received.wait(60)
     client.close()
     thread.join(60)
     assert [type(error) for error in errors] == [RequestCancelled]
@@ -128,12 +128,12 @@ def test_a_blocking_client_that_is_closed_while_it_is_asked(
 def test_a_task_that_is_cancelled_is_cancelled(
     held: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    fake, address, asked, released = held
+    fake, address, received, released = held
 
     async def run() -> None:
         async with AsyncLookupClient(address, "m") as client:
             task = asyncio.create_task(ask(client))
-            await asyncio.to_thread(asked.wait, 60)
+            await asyncio.to_thread(received.wait, 60)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

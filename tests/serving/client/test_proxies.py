@@ -59,8 +59,8 @@ def test_this_machine_is_not_asked_through_a_proxy(
     monkeypatch.setenv(variable, proxy.url)
     with serving(FakeServer(), "127.0.0.1") as address:
         port = address.rpartition(":")[2]
-        for asked in (address, f"localhost:{port}", f"dns:///localhost:{port}", [address, f"localhost:{port}"]):
-            with LookupClient(asked, "m", 20) as client:
+        for url in (address, f"localhost:{port}", f"dns:///localhost:{port}", [address, f"localhost:{port}"]):
+            with LookupClient(url, "m", 20) as client:
                 assert client.lookup({"x": [[1]]}).version == 7
     assert proxy.asked == []
 

@@ -47,11 +47,11 @@ def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_i
     )
     with run_server(one_model, FREE, access=Access(tls=secured), log=tmp_path / "log") as server:
         addresses = (server.grpc, "127.0.0.1:1")
-        known = Connection(addresses=addresses, timeout_s=5, retries=Retries(attempts=1), tls=tls)
-        there, gone = query_servers(known)
+        connection = Connection(addresses=addresses, timeout_s=5, retries=Retries(attempts=1), tls=tls)
+        there, missing = query_servers(connection)
         assert there == ServerInfo(address=server.grpc, triton="2.51.0", models={"m": (1,)}, problem=None)
-        assert (gone.address, gone.models) == ("127.0.0.1:1", {})
-        assert "Connection refused" in str(gone.problem)
+        assert (missing.address, missing.models) == ("127.0.0.1:1", {})
+        assert "Connection refused" in str(missing.problem)
         (refused,) = query_servers(Connection(addresses=[server.grpc], timeout_s=5, retries=Retries(attempts=1)))
         assert refused.problem is not None
 
@@ -59,10 +59,8 @@ def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_i
 def test_what_is_not_ready_is_not_served() -> None:
     fake = Dying()
     with serving(fake) as address:
-        (found,) = query_servers(
-            Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"})
-        )
-    assert found == ServerInfo(address=address, triton="2.68.0", models={"m": (9,)}, problem=None)
+        (info,) = query_servers(Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"}))
+    assert info == ServerInfo(address=address, triton="2.68.0", models={"m": (9,)}, problem=None)
     assert fake.calls[0][1]["authorization"] == "Bearer t"
 
 

@@ -136,8 +136,8 @@ def test_all_that_grpc_can_send_is_sent(lookup: Lookup, fake: FakeServer, addres
 
 
 def test_a_connection_shows_no_secrets() -> None:
-    made = Connection(addresses=["127.0.0.1:1"], metadata={"authorization": "Bearer one"})
-    assert "Bearer" not in repr(made)
+    connection = Connection(addresses=["127.0.0.1:1"], metadata={"authorization": "Bearer one"})
+    assert "Bearer" not in repr(connection)
 
 
 def test_answers_are_views_of_what_came(lookup: Lookup, address: str) -> None:

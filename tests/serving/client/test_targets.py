@@ -32,8 +32,8 @@ class Resolver:
     def __call__(self, host: str, *_: Any) -> list[Any]:
         if not self.names.get(host):
             raise socket.gaierror(-2, "Name or service not known")
-        found = (address.rpartition(":") for address in self.names[host])
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, int(port))) for ip, _, port in found]
+        endpoints = (address.rpartition(":") for address in self.names[host])
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, int(port))) for ip, _, port in endpoints]
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def test_a_call_in_progress_is_answered_while_names_move(
     kind: type[LookupClient | AsyncLookupClient], resolver: Resolver
 ) -> None:
     old, new = FakeServer(), FakeServer()
-    asked, released = threading.Event(), threading.Event()
+    received, released = threading.Event(), threading.Event()
 
     def hold(_: Any) -> None:
-        asked.set()
+        received.set()
         released.wait(PATIENCE_S)
 
     async def lookup(client: Any) -> int:
@@ -125,17 +125,17 @@ def test_a_call_in_progress_is_answered_while_names_move(
             client: Any = kind(NAMES, "m")
             await lookup(client)
             old.fail = hold
-            held = asyncio.create_task(lookup(client))
-            await asyncio.to_thread(asked.wait, PATIENCE_S)
+            pending = asyncio.create_task(lookup(client))
+            await asyncio.to_thread(received.wait, PATIENCE_S)
             resolver.names = {"one.test": [second], "two.test": [second]}
             end = time.monotonic() + PATIENCE_S
             old.fail = lambda _: None
             while not new.calls:
                 assert time.monotonic() < end
                 await lookup(client)
-            assert not held.done()
+            assert not pending.done()
             released.set()
-            assert await held == 7
+            assert await pending == 7
             if isinstance(closed := client.close(), Awaitable):
                 await closed
 

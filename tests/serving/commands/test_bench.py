@@ -51,8 +51,8 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
         assert "feature 'x': an answer is off by" in done.stderr
         assert "answers" not in done.stdout
 
-        once = ("--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--bundle", str(right), "--clients", "2")
-        done = tbe_serve("bench", "m", "--url", server.grpc, *once)
+        options = ("--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--bundle", str(right), "--clients", "2")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *options)
         assert done.returncode == 0, done.stderr
         assert "One run of 0.4 s" in done.stdout
         assert "±" not in done.stdout
@@ -77,7 +77,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             assert why in refused.stderr
 
         # Next to nothing is answered within so little, on any machine. Triton 2.51 may die of it.
-        late = (*once[:-2], "--rate", "50", "--timeout-s", "0.00001")
+        late = (*options[:-2], "--rate", "50", "--timeout-s", "0.00001")
         done = tbe_serve("bench", "m", "--url", server.grpc, *late)
         assert done.returncode == 1
         assert "% of the requests failed, more than the 1.0% of --max-errors: " in done.stderr
@@ -98,7 +98,7 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
     outside = {"at": "2026-01-01", "why": "refused: ids", "values": [-1], "lengths": [1, 0, 0]}
     malformed = {"at": "2026-01-01", "why": "refused: lengths", "values": [1], "lengths": [1, 5, 0]}
     unreadable = {**good, "traceparent": 7}
-    file.write_text("".join(json.dumps(each) + "\n" for each in (good, unreadable, outside, malformed)))
+    file.write_text("".join(json.dumps(record) + "\n" for record in (good, unreadable, outside, malformed)))
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         brief = ("--seconds", "1", "--repeats", "2", "--clients", "1")
         # What was refused is refused again.
@@ -112,8 +112,10 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
         assert "1 of 3 requests are malformed and are not sent" in done.stderr
         assert "captured.jsonl: lines skipped, which are not captured requests: 1; line 2: expected" in done.stderr
         assert "the answers were not checked" in done.stderr
-        asked = metric(server, "tbe_samples_total", model="m") / metric(server, "tbe_requests_total", model="m")
-        assert asked == 2
+        samples_per_request = metric(server, "tbe_samples_total", model="m") / metric(
+            server, "tbe_requests_total", model="m"
+        )
+        assert samples_per_request == 2
         done = tbe_serve(*arguments, "--bundle", str(tmp_path / "r/m/1"), "--check", "0.5")
         assert done.returncode == 0, done.stderr
         assert "InvalidRequest" in done.stdout

@@ -79,8 +79,8 @@ def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
     fake = FakeServer()
 
     def fail(context: Any) -> None:
-        asked, _, _ = fake.calls[-1]
-        if asked.raw_input_contents[0] == np.int64(2).tobytes():
+        request, _, _ = fake.calls[-1]
+        if request.raw_input_contents[0] == np.int64(2).tobytes():
             context.abort(grpc.StatusCode[code], "no")
 
     fake.fail = fail

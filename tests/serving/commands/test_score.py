@@ -44,10 +44,10 @@ def test_score_answers_json_lines_with_every_output(server: Server, repository: 
     done = tbe_serve("score", "ranker", "--url", server.grpc, "--timeout-s", "30", stdin="\n".join(lines))
     assert (done.returncode, done.stderr) == (0, "")
     expected = Engine.open(repository / "ranker" / "1").score(FEATURES, DENSE)  # type: ignore[arg-type]
-    for each in map(json.loads, done.stdout.splitlines()):
-        assert list(each) == ["like", "both"]
-        np.testing.assert_array_equal(np.float32(each["like"]), expected["like"])
-        np.testing.assert_array_equal(np.float32(each["both"]), expected["both"])
+    for answer in map(json.loads, done.stdout.splitlines()):
+        assert list(answer) == ["like", "both"]
+        np.testing.assert_array_equal(np.float32(answer["like"]), expected["like"])
+        np.testing.assert_array_equal(np.float32(answer["both"]), expected["both"])
 
 
 def test_a_model_of_ids_alone_needs_no_dense_inputs(server: Server, repository: Path) -> None:

@@ -97,8 +97,8 @@ def test_the_command_refuses_before_tritonserver_starts(target: Target) -> None:
 
 def test_the_oldest_version_of_a_model_that_is_not_served_is_refused(target: Target) -> None:
     """A mistyped name would leave the model without its bound."""
-    given = ("--trusted-keys", str(target.trusted), "--min-version", "movie=3", "--min-version", "m=1")
-    done = tbe_serve("run", str(target.repository), *FREE_PORTS, *given)
+    options = ("--trusted-keys", str(target.trusted), "--min-version", "movie=3", "--min-version", "m=1")
+    done = tbe_serve("run", str(target.repository), *FREE_PORTS, *options)
     assert done.returncode == 1
     assert done.stderr == "tbe-serve: --min-version movie: expected one of the models that are served, m, other\n"
 

@@ -201,8 +201,8 @@ def test_every_bit_of_a_delta_is_checked(bundle: Bundle) -> None:
 def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundle: Bundle) -> None:
     """Whoever makes its SHA-256 anew. Nothing else is raised, and what is read fits the table."""
     content = bytearray(save(tensors(), metadata(bundle)))
-    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
-        content[at] = data.draw(st.integers(0, 255))
+    for position in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[position] = data.draw(st.integers(0, 255))
     try:
         delta = parse(bundle, sealed(bytes(content)))
     except BundleError:
@@ -241,7 +241,7 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     file = tmp_path / "r.deltas" / "m" / name / "000000000002.safetensors"
     monkeypatch.setattr(delta_service, "_SAYS_S", 0.0)
     with applying(path, monkeypatch, LogFormat.JSON) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
-        wait_until(copies, lambda found: found.sequence == 0)
+        wait_until(copies, lambda status: status.sequence == 0)
         for number in (1, 2):
             publish_number(path, number, [3], DIM)
             wait_until_applied(copies, number)
@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "r.deltas"
     folder.write_text("a file in its place")
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
-        wait_until(copies, lambda found: f"{folder}/" in found.stopped and "Not a directory" in found.stopped)
+        wait_until(copies, lambda status: f"{folder}/" in status.stopped and "Not a directory" in status.stopped)
         folder.unlink()
         publish_number(path, 5, [3], DIM)
         assert wait_until_applied(copies, 1).stopped == ""
@@ -323,8 +323,8 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
             (folder / f"{number:012d}.safetensors").unlink()
         for number in (20, 30, 40, 50):  # under the numbers 2, 3, 4 and 5
             publish_number(path, number, [3], DIM)
-        found = wait_until(copies, lambda found: "was applied, and was removed or replaced since" in found.stopped)
-        assert found.sequence == 4
+        status = wait_until(copies, lambda status: "was applied, and was removed or replaced since" in status.stopped)
+        assert status.sequence == 4
         assert engine.rows("t", [3]).tolist() == [[4.0] * DIM]
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
         assert engine.rows("t", [3]).tolist() == [[50.0] * DIM]
@@ -362,7 +362,7 @@ def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir(parents=True)
     (folder / "000000000001.safetensors").symlink_to("nowhere")
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
-        wait_until(copies, lambda found: "symbolic link" in found.stopped and found.lag_s > 0)
+        wait_until(copies, lambda status: "symbolic link" in status.stopped and status.lag_s > 0)
 
 
 def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
@@ -374,7 +374,7 @@ def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
         publish_number(path, 1, [3], DIM)
         wait_until_applied(copies, 1)
         (tmp_path / "r.deltas").rename(tmp_path / "away")
-        wait_until(copies, lambda found: "was removed or replaced since" in found.stopped)
+        wait_until(copies, lambda status: "was removed or replaced since" in status.stopped)
         (tmp_path / "away").rename(tmp_path / "r.deltas")
         publish_number(path, 2, [3], DIM)
         assert wait_until_applied(copies, 2).refused == 1
@@ -391,5 +391,5 @@ def test_a_number_that_waits_is_told_by_our_own_clock(tmp_path: Path, monkeypatc
     ahead = time.time() + 3600
     os.utime(folder / "000000000002.safetensors", (ahead, ahead))
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
-        found = wait_until(copies, lambda found: "is missing, and 2 is there" in found.stopped)
-        assert 5 < found.lag_s < 3600
+        status = wait_until(copies, lambda status: "is missing, and 2 is there" in status.stopped)
+        assert 5 < status.lag_s < 3600

@@ -111,5 +111,5 @@ def test_a_dense_part_that_was_trained_further_is_served_with_the_rows_of_its_li
             time.sleep(0.05)
 
 
-def _same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    return all(np.array_equal(found[name], rows) for name, rows in expected.items())
+def _same(answer: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(np.array_equal(answer[name], rows) for name, rows in expected.items())

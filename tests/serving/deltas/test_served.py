@@ -28,17 +28,17 @@ DIM = 16
 def wait_for_number(client: LookupClient, number: float, row: int = 3) -> None:
     """Until the row has that number in every element."""
     deadline = time.monotonic() + PATIENCE_S
-    while (found := client.lookup({"x": [[row]]})["x"][0]).tolist() != [number] * DIM:
-        assert time.monotonic() < deadline, found
+    while (answered := client.lookup({"x": [[row]]})["x"][0]).tolist() != [number] * DIM:
+        assert time.monotonic() < deadline, answered
         time.sleep(0.01)
 
 
 def wait_for_page(server: Running, path: str, text: str) -> str:
     deadline = time.monotonic() + PATIENCE_S
-    while text not in (found := page(server, path)):
+    while text not in (body := page(server, path)):
         assert time.monotonic() < deadline, text
         time.sleep(0.05)
-    return found
+    return body
 
 
 def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) ->
         publish_delta(tmp_path / "r", "m", changes[2])
         wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 3\n')
         for request, answer in zip(requests * 2, answers * 2, strict=True):
-            found = client.lookup(request)
+            updated = client.lookup(request)
             for name in answer:
-                np.testing.assert_array_equal(found[name], answer[name])
+                np.testing.assert_array_equal(updated[name], answer[name])
         rows = sum(len(ids) for changed in changes for ids, _ in changed.values())
         assert metric(server, "tbe_delta_rows_total", model="m", version="1") == rows
         assert publish_changes(tmp_path / "r", "m", model) is None  # all rows are there
@@ -96,10 +96,10 @@ def test_a_model_s_process_that_died_finds_the_copy_with_all_deltas(tmp_path: Pa
 
 def copies_of(server: Running) -> list[Path]:
     """The live copies that the processes of the server's models have mapped."""
-    found = set()
+    paths = set()
     for stub in stubs(server.triton, "m"):
-        found |= {mapping.path for mapping in stub.memory_maps() if "tbe-live-" in mapping.path}
-    return [Path(each) for each in sorted(found)]
+        paths |= {mapping.path for mapping in stub.memory_maps() if "tbe-live-" in mapping.path}
+    return [Path(path) for path in sorted(paths)]
 
 
 @pytest.mark.promise("A delta that cannot be applied is named and stops later deltas, and the model keeps serving")
@@ -126,8 +126,8 @@ def test_what_cannot_be_applied_stops_those_behind_it_and_is_named(tmp_path: Pat
         assert f"m 1  no further delta is applied: {bad}: expected" in tbe_serve("status", server.grpc).stdout
         (model,) = json.loads(tbe_serve("status", server.grpc, "--json").stdout)["models"]
         assert model["versions"][0]["deltas"].items() >= {"sequence": 3, "rows": 3}.items()
-        with running(tmp_path / "r") as other, LookupClient(other.grpc, "m", 60) as theirs:
-            assert theirs.lookup({"x": [[3]]})["x"][0, 0] == 3
+        with running(tmp_path / "r") as other, LookupClient(other.grpc, "m", 60) as other_client:
+            assert other_client.lookup({"x": [[3]]})["x"][0, 0] == 3
         bad.unlink()
         wait_for_page(server, "/readyz?verbose", f"{bad} is missing, and 5 is there\n")
         (folder / "000000000005.safetensors").unlink()
@@ -209,8 +209,8 @@ def test_only_deltas_that_a_trusted_key_signed_are_applied(tmp_path: Path) -> No
         assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 1
         for key, said in ((None, "cannot be read"), ("other", "expected a signature by a key of")):
             bad = publish(2, key)
-            found = wait_for_page(server, "/readyz?verbose", said)
-            assert "deltas are applied up to 1: " in found
+            body = wait_for_page(server, "/readyz?verbose", said)
+            assert "deltas are applied up to 1: " in body
             assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 1
             bad.unlink()
         publish(3, "key")
@@ -269,8 +269,8 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
         in tbe_export("prune", str(bundle.parent), "--keep", "1").stderr
     )
     (tmp_path / "elsewhere").rename(tmp_path / "r.deltas")
-    (left,) = (tmp_path / "r.deltas" / "m").iterdir()
-    assert left != folder
+    (remaining,) = (tmp_path / "r.deltas" / "m").iterdir()
+    assert remaining != folder
     for wrong, said in (
         ((), "expected either --rows or --model"),
         (("--rows", str(bundle.parent / "config.pbtxt")), "expected safetensors"),

@@ -65,10 +65,10 @@ def some_deltas(bundle: Path, first: int = 1, last: int = LAST) -> None:
 
 def numbers(last: int = LAST) -> npt.NDArray[np.float64]:
     """What is in the rows after them, by row; 0 in those that none of them has."""
-    found = np.zeros(ROWS)
+    values = np.zeros(ROWS)
     for number in range(1, last + 1):
-        found[np.random.default_rng(number).choice(ROWS, 1 + number * 5, replace=False)] = number
-    return found
+        values[np.random.default_rng(number).choice(ROWS, 1 + number * 5, replace=False)] = number
+    return values
 
 
 def check(engine: Engine, before: npt.NDArray[np.floating[Any]], last: int = LAST) -> None:
@@ -102,23 +102,23 @@ def remove(bundle: Path, sequences: range) -> None:
 
 @pytest.mark.promise("Squashed deltas give the rows that the single deltas give, for servers at any of them")
 @pytest.mark.parametrize(("dtype", "sharding"), one_in(2, KINDS))
-@pytest.mark.parametrize("at", [0, 5], ids=["from the start", "in between"])
+@pytest.mark.parametrize("sequence", [0, 5], ids=["from the start", "in between"])
 def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
-    at: int, dtype: WeightDtype, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sequence: int, dtype: WeightDtype, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = published(tmp_path, ROWS, DIM, dtype, sharding)
     before = rows_before(bundle)
-    some_deltas(bundle, last=at)
+    some_deltas(bundle, last=sequence)
     elsewhere = shutil.copytree(bundle.parent.parent, tmp_path / "elsewhere" / "r") / "m" / "1"
-    if at:
+    if sequence:
         shutil.copytree(deltas_folder(bundle.parent.parent), deltas_folder(elsewhere.parent.parent))
-    some_deltas(elsewhere, at + 1)
-    found = squash(elsewhere.parent.parent, "m")
-    assert (found.sequence, found.path.name) == (LAST, f"{LAST:012d}.since-0.safetensors")
+    some_deltas(elsewhere, sequence + 1)
+    delta = squash(elsewhere.parent.parent, "m")
+    assert (delta.sequence, delta.path.name) == (LAST, f"{LAST:012d}.since-0.safetensors")
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
-        check(engine, before, at)
+        check(engine, before, sequence)
         folder_of(bundle).mkdir(parents=True, exist_ok=True)
-        shutil.copy(found.path, folder_of(bundle))
+        shutil.copy(delta.path, folder_of(bundle))
         wait_until_applied(copies, LAST)
         check(engine, before)
         publish_number(bundle, LAST + 1, [7], DIM)
@@ -139,9 +139,9 @@ def test_a_server_that_starts_reads_one_file_and_what_is_behind_it(
         delta_path(folder_of(bundle), number).write_bytes(b"nothing")
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
         check(engine, before)
-        found = wait_until_applied(copies, LAST)
-        behind = sum(1 + number * 5 for number in (LAST - 1, LAST))
-        assert (found.rows, found.stopped) == (squashed.rows + behind, "")
+        status = wait_until_applied(copies, LAST)
+        later_rows = sum(1 + number * 5 for number in (LAST - 1, LAST))
+        assert (status.rows, status.stopped) == (squashed.rows + later_rows, "")
         assert squashed.rows == np.count_nonzero(numbers(LAST - 2))
 
 
@@ -176,18 +176,18 @@ def test_no_row_is_torn_and_none_becomes_older_while_deltas_are_squashed(
             wait_until_applied(copies, number - 1)
             elsewhere = tmp_path / f"deltas-{number}"
             shutil.copytree(deltas_folder(bundle.parent.parent), elsewhere)
-            for each in range(number, number + 4):
-                rows = np.full((ROWS, dim), each, np.float32)
+            for delta_number in range(number, number + 4):
+                rows = np.full((ROWS, dim), delta_number, np.float32)
                 publish_delta(bundle.parent.parent, "m", {"t": (range(ROWS), rows)}, deltas=elsewhere)
-            found = squash(bundle.parent.parent, "m", deltas=elsewhere)
-            shutil.copy(found.path, tmp_path / "whole")
-            (tmp_path / "whole").rename(folder_of(bundle) / found.path.name)
+            delta = squash(bundle.parent.parent, "m", deltas=elsewhere)
+            shutil.copy(delta.path, tmp_path / "whole")
+            (tmp_path / "whole").rename(folder_of(bundle) / delta.path.name)
         for reader in reading:
             assert reader.stdout is not None
             assert reader.stdout.readline() == "reading\n"
         publish_number(bundle, last, range(ROWS), dim)
-        seen = [seen_by(each) for each in reading]
-    assert [(each["torn"], each["backwards"]) for each in seen] == [(0, 0)] * 2
+        reports = [seen_by(reader) for reader in reading]
+    assert [(report["torn"], report["backwards"]) for report in reports] == [(0, 0)] * 2
 
 
 # A delta writer that is killed in the middle of rows: of the slice that is named.
@@ -231,12 +231,12 @@ def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
         squash(bundle.parent.parent, "m")
         some_deltas(bundle, half + 1)
         squash(bundle.parent.parent, "m")  # which goes further
-        gone = begun.rename(begun.with_name("gone"))
+        moved = begun.rename(begun.with_name("gone"))
         successor = delta_writer.AppliedCopy(LiveCopy.attach(live.path))
         successor.step()
         said = f"{delta_path(folder_of(bundle), half)}: was applied in part, and was removed or replaced since"
         assert live.state.stopped.startswith(said)
-        gone.rename(begun)
+        moved.rename(begun)
         for _ in range(1000):
             if live.state.sequence == LAST:
                 break
@@ -267,7 +267,7 @@ def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
         squash(bundle.parent.parent, "m")
         delta_path(folder_of(bundle), LAST + 1).unlink()
         publish_number(bundle, 200, [3], DIM)
-        assert "was removed or replaced since" in wait_until(copies, lambda found: bool(found.stopped)).stopped
+        assert "was removed or replaced since" in wait_until(copies, lambda status: bool(status.stopped)).stopped
 
 
 def test_a_server_that_took_squashed_deltas_goes_on_when_they_are_removed(
@@ -289,7 +289,7 @@ def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None
     repository = bundle.parent.parent
     some_deltas(bundle)
     expected = [
-        (compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)
+        (compact(repository, "m", version=1, until=sequence) / "weights.0.bin").read_bytes() for sequence in (8, LAST)
     ]
     for until in (5, 8):
         squash(repository, "m", version=1, until=until)
@@ -297,7 +297,7 @@ def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None
     squash(repository, "m", version=1)  # is there already
     remove(bundle, range(1, LAST))
     contents = [
-        (compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)
+        (compact(repository, "m", version=1, until=sequence) / "weights.0.bin").read_bytes() for sequence in (8, LAST)
     ]
     assert contents == expected
     said = r"000000000009.safetensors: is missing: restore it. Without it, rows .* after delta 8, or 12$"
@@ -351,7 +351,7 @@ def test_a_changed_bit_in_squashed_deltas_stops_until_they_are_right_or_gone(
     content[byte] ^= 1
     squashed.write_bytes(content)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
-        stopped = wait_until(copies, lambda found: bool(found.stopped))
+        stopped = wait_until(copies, lambda status: bool(status.stopped))
         assert (stopped.sequence, stopped.stopped.startswith(f"{squashed}: ")) == (0, True)
         squashed.unlink()
         wait_until_applied(copies, LAST)
@@ -387,7 +387,7 @@ def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
     for signature in signatures:
         (tmp_path / signature.name).rename(signature)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
-        stopped = wait_until(copies, lambda each: bool(each.stopped))
+        stopped = wait_until(copies, lambda status: bool(status.stopped))
         assert (stopped.sequence, squashed.stem in stopped.stopped) == (0, True)
         squashed.unlink()
         assert squash(repository, "m", signing_key=key).path == squashed
@@ -407,9 +407,9 @@ def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) 
     squash(repository, "m", version=1, until=6)
     squash(repository, "m", version=2, until=8)
     sign = folder / f"000000000003.{'a' * 16}.sig"
-    kept = folder / f"000000000006.since-0.{'b' * 16}.sig"
-    for each in (sign, kept):
-        each.touch()
+    other_signature = folder / f"000000000006.since-0.{'b' * 16}.sig"
+    for path in (sign, other_signature):
+        path.touch()
     whole = delta_path(folder, 6, 0)
     content = whole.read_bytes()
     whole.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -422,8 +422,8 @@ def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) 
     said = tbe_export("prune", str(bundle.parent), "--keep", "2", "--squashed").stdout
     assert said.splitlines()[-1] == f"{bundle.parent}: 6 squashed deltas: removed"
     assert steps_in(folder) == [Step(6, 0), Step(6, 5), Step(7, 6), Step(8, 4), Step(8, 7), Step(9, 8)]
-    assert (sign.exists(), kept.exists()) == (False, True)
-    expected = [hashlib.sha256((each / "weights.0.bin").read_bytes()).hexdigest() for each in _both(repository)]
+    assert (sign.exists(), other_signature.exists()) == (False, True)
+    expected = [hashlib.sha256((bundle / "weights.0.bin").read_bytes()).hexdigest() for bundle in _both(repository)]
     assert expected[0] == expected[1]
     # A version that goes on in the middle needs what is behind it.
     [*prune(bundle.parent, 1)]

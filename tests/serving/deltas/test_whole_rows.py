@@ -62,12 +62,12 @@ def test_no_row_is_torn_and_none_becomes_older(
         reading = readers(bundle, ROWS, 20, 2)
         for number in range(2, 20):
             publish_number(bundle, number, range(ROWS), dim)
-        for each in reading:
-            assert each.stdout is not None
-            assert each.stdout.readline() == "reading\n"
+        for reader in reading:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "reading\n"
         publish_number(bundle, 20, range(ROWS), dim)
-        found = [seen_by(each) for each in reading]
-    assert [(each["torn"], each["backwards"], each["last"]) for each in found] == [(0, 0, 20.0)] * 2
+        reports = [seen_by(reader) for reader in reading]
+    assert [(report["torn"], report["backwards"], report["last"]) for report in reports] == [(0, 0, 20.0)] * 2
 
 
 @pytest.mark.promise("Lookups of rows that a killed delta writer wrote in part wait for its successor")
@@ -112,12 +112,12 @@ with copy.state.writing(200, 400):
 
 
 def _delta_writers() -> list[psutil.Process]:
-    found = []
+    writers = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
             if "serving.tables.delta_writer" in child.cmdline():
-                found.append(child)
-    return found
+                writers.append(child)
+    return writers
 
 
 @pytest.mark.promise("Rows are as after a clean run however often the delta writer is killed")
@@ -138,11 +138,11 @@ def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
             if number % 4 == 0:
                 for writer in _delta_writers():
                     writer.kill()
-        seen = seen_by(reader)
+        report = seen_by(reader)
         wait_until_applied(copies, last)
         with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
             rows = engine.rows("t", np.arange(ROWS))
-    assert (seen["torn"], seen["backwards"]) == (0, 0)
+    assert (report["torn"], report["backwards"]) == (0, 0)
     np.testing.assert_array_equal(rows, np.repeat(expected[:, np.newaxis], dim, axis=1))
 
 
@@ -264,8 +264,10 @@ def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = open_bundle(published(tmp_path, ROWS, 16, WeightDtype.FP32))
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
-    monkeypatch.setenv(LIVE_SERVER, f"{int(gone.stdout)}-token")
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True
+    )
+    monkeypatch.setenv(LIVE_SERVER, f"{int(ended.stdout)}-token")
     monkeypatch.setenv(LIVE_DELTAS, str(deltas_folder(tmp_path / "r")))
     command = [sys.executable, "-c", _MODEL, str(bundle.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
@@ -273,11 +275,11 @@ def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
         inode = _held(model.stdout.readline().strip(), monkeypatch)
         monkeypatch.setenv(LIVE_SERVER, f"{os.getpid()}-token")
         with ThreadPoolExecutor(1) as pool:
-            taken = pool.submit(LiveCopy.take, bundle.path, bundle.manifest, "")
+            pending = pool.submit(LiveCopy.take, bundle.path, bundle.manifest, "")
             time.sleep(0.5)
-            assert not taken.done()
+            assert not pending.done()
             model.kill()
-            copy = taken.result()
+            copy = pending.result()
         assert copy.path.stat().st_ino == inode
         copy.close()
 
@@ -311,19 +313,19 @@ def _killed_server(bundle: Path, half_written: int, monkeypatch: pytest.MonkeyPa
 def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The inode of a copy. It is held until its successor takes it: the servers of other tests, which run meanwhile,
     remove copies that nobody holds."""
-    held = os.open(path, os.O_RDONLY)
-    inode = os.fstat(held).st_ino
-    fcntl.flock(held, fcntl.LOCK_SH)
+    descriptor = os.open(path, os.O_RDONLY)
+    inode = os.fstat(descriptor).st_ino
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def let_go(path: Path, flags: int, lock: int) -> int:
         is_wanted = path.exists() and path.stat().st_ino == inode
         if is_wanted:
-            fcntl.flock(held, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         try:
             return open_locked(path, flags, lock)
         except BlockingIOError:
             if is_wanted:
-                fcntl.flock(held, fcntl.LOCK_SH)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
             raise
 
     monkeypatch.setattr(mutable_tables, "open_locked", let_go)

@@ -50,11 +50,11 @@ def test_a_view_of_an_array_keeps_its_memory(view: object) -> None:
     memory = BufferPool(torch.float32)
     array = memory.array(8, 4)
     address = array.ctypes.data
-    kept = view(array)  # type: ignore[operator]
+    viewed = view(array)  # type: ignore[operator]
     del array
     gc.collect()
     assert memory.array(8, 4).ctypes.data != address
-    del kept
+    del viewed
 
 
 def test_callers_at_once_get_memory_of_their_own() -> None:
@@ -89,16 +89,16 @@ def test_no_two_arrays_share_memory_and_little_is_kept(steps: list[tuple[int, in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer_pool, "MOST", most)
         memory = BufferPool(torch.float16)
-        held: list[tuple[npt.NDArray[Any], int]] = []
-        for number, (rows, columns, gone) in enumerate(steps):
+        arrays: list[tuple[npt.NDArray[Any], int]] = []
+        for number, (rows, columns, freed) in enumerate(steps):
             array = memory.array(rows, columns)
             assert array.shape == (rows, columns)
             array[:] = number
-            held.append((array, number))
+            arrays.append((array, number))
             del array
-            for each, expected in held:
-                assert (each == expected).all()
-            held = held[gone:]
+            for kept_array, expected in arrays:
+                assert (kept_array == expected).all()
+            arrays = arrays[freed:]
         assert sum(block.memory.nbytes for block in memory._blocks) <= most
 
 
@@ -106,9 +106,9 @@ def test_answers_to_large_requests_stay_what_they_were(mixed: Path, monkeypatch:
     for size in ("LEAST", "HEAD_START", "CALL"):
         monkeypatch.setattr(parallel_lookup, size, 0)
     with Engine.open(mixed, threads=2) as engine:
-        asked = [{"genres": [[number % 20], [1]]} for number in range(20)]
-        expected = [engine.lookup(features)["genres"].tobytes() for features in asked]
-        held = [engine.lookup(features)["genres"][:, 1:] for features in asked]
-        for found, all_of_it in zip(held, expected, strict=True):
+        requests = [{"genres": [[number % 20], [1]]} for number in range(20)]
+        expected = [engine.lookup(features)["genres"].tobytes() for features in requests]
+        views = [engine.lookup(features)["genres"][:, 1:] for features in requests]
+        for answer, all_of_it in zip(views, expected, strict=True):
             whole = np.frombuffer(all_of_it, np.float32).reshape(2, -1)
-            np.testing.assert_array_equal(found, whole[:, 1:])
+            np.testing.assert_array_equal(answer, whole[:, 1:])

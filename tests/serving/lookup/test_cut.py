@@ -37,24 +37,24 @@ def test_every_bag_is_in_one_piece_and_no_part_is_a_bag_too_large(
     sizes = sizes_of(*batch)
     total = sizes.ends[-1]
 
-    found = cut(sizes, [total / parts] * parts, slack)
+    pieces = cut(sizes, [total / parts] * parts, slack)
 
-    assert len(found) == parts
+    assert len(pieces) == parts
     bags = []
-    for part in found:
+    for part in pieces:
         assert len(part) <= 3
         of_part = 0
         for piece in part:
             assert piece.feature < piece.last_feature
             assert piece.sample < piece.last_sample
             assert piece.last_feature - piece.feature == 1 or (piece.sample, piece.last_sample) == (0, samples)
-            here = [
+            segments = [
                 (feature, sample)
                 for feature in range(piece.feature, piece.last_feature)
                 for sample in range(piece.sample, piece.last_sample)
             ]
-            bags += here
-            of_part += sum(lengths[f][s] * of_id[f] + of_bag[f] for f, s in here)
+            bags += segments
+            of_part += sum(lengths[f][s] * of_id[f] + of_bag[f] for f, s in segments)
         if slack == 0:
             most = max(length * of_id[f] + of_bag[f] for f, column in enumerate(lengths) for length in column)
             assert abs(of_part - total / parts) <= most + 1

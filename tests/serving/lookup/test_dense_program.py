@@ -32,17 +32,17 @@ def test_a_large_batch_is_cut_where_samples_are_independent(
     rows = random_bags(random, SUM, SAMPLES), dense
     with Engine.open(export_model(model(), tmp_path / "r", "m", ExportConfig(scores=True))) as engine:
         whole = engine.score(*rows)
-        seen: list[int] = []
+        scored_sizes: list[int] = []
         run = DenseProgram._run
 
         def spy(self: DenseProgram, embeddings: Any, inputs: Any) -> Any:
-            seen.append(len(embeddings))
+            scored_sizes.append(len(embeddings))
             return run(self, embeddings, inputs)
 
         monkeypatch.setattr(DenseProgram, "_run", spy)
         monkeypatch.setattr(dense_program, "POOLED_SLICE", 2)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
         cut = engine.score(*rows)
-    assert seen == sizes
+    assert scored_sizes == sizes
     for name, scores in whole.items():
         np.testing.assert_allclose(cut[name], scores, rtol=1e-5, atol=1e-6)

@@ -26,34 +26,34 @@ def by_onednn(program: object) -> int:
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("columns", "height"), [(256, 64), (64, 256), (128, 128)])
-def test_products_are_those_of_torch(columns: int, height: int, with_bias: bool) -> None:
+@pytest.mark.parametrize(("columns", "out_features"), [(256, 64), (64, 256), (128, 128)])
+def test_products_are_those_of_torch(columns: int, out_features: int, with_bias: bool) -> None:
     with torchscript():
         scripted = torch.jit.script(linear)
-    weight, bias = torch.randn(height, columns), torch.randn(height) if with_bias else None
+    weight, bias = torch.randn(out_features, columns), torch.randn(out_features) if with_bias else None
     for rows in HEIGHTS:
         whole = torch.randn(rows, columns)
         apart = torch.randn(rows, 2 * columns)[:, ::2]
         deep = torch.randn(rows, 3, columns)
         across = torch.randn(columns, rows).t()
-        for given in (whole, apart, deep, across):
-            expected = nn.functional.linear(given, weight, bias)
-            torch.testing.assert_close(scripted(given, weight, bias), expected, rtol=CLOSE, atol=CLOSE)
+        for matrix in (whole, apart, deep, across):
+            expected = nn.functional.linear(matrix, weight, bias)
+            torch.testing.assert_close(scripted(matrix, weight, bias), expected, rtol=CLOSE, atol=CLOSE)
 
 
 def test_onednn_gets_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps up to 2 MB for each of them."""
-    seen: set[int] = set()
+    row_counts: set[int] = set()
 
     def onednn(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
-        seen.add(len(rows))
+        row_counts.add(len(rows))
         return rows @ weight.t()
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", onednn)
     weight = torch.randn(2, 3)
-    for height in range(3000):
-        assert linear(torch.randn(height, 3), weight, None).shape == (height, 2)
-    assert seen == {64, 128, 256, 512, 1024}
+    for out_features in range(3000):
+        assert linear(torch.randn(out_features, 3), weight, None).shape == (out_features, 2)
+    assert row_counts == {64, 128, 256, 512, 1024}
 
 
 def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone() -> None:
@@ -65,9 +65,9 @@ def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone(
             self.head = nn.Linear(128, 1, bias=False)
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            made = nn.functional.linear(rows, rows[:128])
-            found = self.small(rows).sum(1) + self.large(rows).sum(1) + self.fine(rows.double()).sum(1)
-            score: torch.Tensor = found + made.sum(1) + self.head(rows).squeeze(1)
+            product = nn.functional.linear(rows, rows[:128])
+            from_layers = self.small(rows).sum(1) + self.large(rows).sum(1) + self.fine(rows.double()).sum(1)
+            score: torch.Tensor = from_layers + product.sum(1) + self.head(rows).squeeze(1)
             return score
 
     layers, rows = Layers().eval(), torch.randn(640, 128)
@@ -80,7 +80,7 @@ def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("said", "machine", "found"),
+    ("said", "machine", "is_amd"),
     [
         ("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n", "x86_64", True),
         ("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: not AuthenticAMD\n", "x86_64", False),
@@ -89,12 +89,12 @@ def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone(
     ],
 )
 def test_processors_of_amd(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, machine: str, found: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, machine: str, is_amd: bool
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     if said is not None:
         (tmp_path / "cpuinfo").write_text(said)
-    assert _is_amd(tmp_path / "cpuinfo") is found
+    assert _is_amd(tmp_path / "cpuinfo") is is_amd
 
 
 class Wide(nn.Module):
@@ -107,9 +107,9 @@ class Wide(nn.Module):
         self.parts, self.over = nn.Linear(64, 300), nn.Linear(256 + 4 * 300, 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        found = self.bags(ids).values()
-        crossed = found * self.back(self.cross(found)) + found
-        parts = self.parts(found.view(-1, 4, 64)).relu()
+        pooled = self.bags(ids).values()
+        crossed = pooled * self.back(self.cross(pooled)) + pooled
+        parts = self.parts(pooled.view(-1, 4, 64)).relu()
         score: torch.Tensor = self.over(torch.cat([crossed, parts.flatten(1)], dim=1))
         return score.squeeze(1)
 
@@ -132,8 +132,8 @@ def test_scores_are_the_model_s_on_any_processor(tmp_path: Path, monkeypatch: py
             )
             with torch.no_grad():
                 expected = model(kjt).numpy()
-            (found,) = engine.score(features).values()
-            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            (scores,) = engine.score(features).values()
+            np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
         engine.close()
 
 
@@ -146,8 +146,8 @@ def test_weights_that_are_inputs_are_replaced_where_they_may_be_and_used_where_t
         program = torch.jit.freeze(torch.jit.script(Layer().eval()))
     assert replace_large_products(program.graph) == 0
     assert replace_large_products(program.graph, takes_weights=True) == 1
-    for height, dtype in ((256, torch.float32), (3, torch.float32), (256, torch.float64)):
-        weight, bias = torch.randn(height, 64, dtype=dtype), torch.randn(height, dtype=dtype)
+    for out_features, dtype in ((256, torch.float32), (3, torch.float32), (256, torch.float64)):
+        weight, bias = torch.randn(out_features, 64, dtype=dtype), torch.randn(out_features, dtype=dtype)
         for count in (1, 64, 100, 128):
             rows = torch.randn(count, 64, dtype=dtype)
             expected = nn.functional.linear(rows, weight, bias)

@@ -66,15 +66,15 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every batch is cut, as evenly as it can be. In how many parts, one after the other."""
     for size in ("LEAST", "HEAD_START", "CALL"):
         monkeypatch.setattr(parallel_lookup, size, 0)
-    seen: list[int] = []
+    sizes: list[int] = []
     run = Threads.run
 
     def spy(self: Threads, work: Any) -> None:
-        seen.append(len(work))
+        sizes.append(len(work))
         run(self, work)
 
     monkeypatch.setattr(Threads, "run", spy)
-    return seen
+    return sizes
 
 
 @pytest.fixture(name="model", params=one_in(3, MODELS), scope="module")
@@ -117,14 +117,14 @@ def requests(name: str, specs: tuple[Spec, ...], most: int = 300) -> Iterator[di
             yield bags
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert list(found) == list(expected)
+def assert_same(answer: Any, expected: Any) -> None:
+    assert list(answer) == list(expected)
     for name, embeddings in expected.items():
         if isinstance(embeddings, JaggedRows):
-            np.testing.assert_array_equal(found[name].lengths, embeddings.lengths)
-            found_values, embeddings = found[name].values, embeddings.values
+            np.testing.assert_array_equal(answer[name].lengths, embeddings.lengths)
+            found_values, embeddings = answer[name].values, embeddings.values
         else:
-            found_values = found[name]
+            found_values = answer[name]
         assert found_values.dtype == embeddings.dtype
         # As bytes: the sign of a zero counts, too.
         assert found_values.tobytes() == embeddings.tobytes(), name
@@ -158,10 +158,10 @@ def test_merged_requests_are_answered_as_by_one_thread(
         outputs = {}
         for threads, engine in engines.items():
             encoded = [encode(request, engine.bundle.manifest.weighted_keys) for request in every[first : first + 5]]
-            outputs[threads] = engine.answer([accept(engine.schema, each) for each in encoded]).outputs()
+            outputs[threads] = engine.answer([accept(engine.schema, request) for request in encoded]).outputs()
         for threads in THREADS:
-            for found, expected in zip(outputs[threads], outputs[1], strict=True):
-                assert_same(found, expected)
+            for answer, expected in zip(outputs[threads], outputs[1], strict=True):
+                assert_same(answer, expected)
     assert max(parts) == max(THREADS)
 
 
@@ -185,18 +185,18 @@ def test_small_requests_are_left_to_one_thread(
 
 
 def test_threads_end_with_the_engine(mixed: Path) -> None:
-    others = set(threading.enumerate())  # of tests before this one, and they may end at any time
+    earlier = set(threading.enumerate())  # of tests before this one, and they may end at any time
     engine = Engine.open(mixed, threads=3)
     expected = engine.lookup({"genres": [[1, 2], [3]]})
-    assert len(set(threading.enumerate()) - others) == 2
+    assert len(set(threading.enumerate()) - earlier) == 2
     engine.close()
-    assert set(threading.enumerate()) <= others
+    assert set(threading.enumerate()) <= earlier
     assert_same(engine.lookup({"genres": [[1, 2], [3]]}), expected)  # one thread still answers
     forgotten = Engine.open(mixed, threads=3)
     forgotten.lookup({"genres": [[1, 2], [3]]})
     del forgotten
     gc.collect()
-    assert set(threading.enumerate()) <= others
+    assert set(threading.enumerate()) <= earlier
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -18,12 +18,12 @@ def test_an_error_names_the_tables_of_all_batches_by_host() -> None:
     rows = BatchAnswer(
         NOTHING, {0: [LostHost(HostUnavailable(str(ONE)), tables("hist")), LostHost(TWO, tables("item"))]}
     )
-    found = failed_of([pooled, BatchAnswer(NOTHING), rows])
-    assert {position: str(error) for position, error in found.items()} == {
+    failures = failed_of([pooled, BatchAnswer(NOTHING), rows])
+    assert {position: str(error) for position, error in failures.items()} == {
         0: "tables 'hist', 'item', 'word': host 1 (m-host-1): no answer; tables 'item': host 2 (m-host-2): no answer",
         1: "tables 'word': host 1 (m-host-1): no answer",
     }
-    assert {type(error) for error in found.values()} == {HostUnavailable}
+    assert {type(error) for error in failures.values()} == {HostUnavailable}
 
 
 def test_an_error_names_the_first_few_tables_and_hosts() -> None:

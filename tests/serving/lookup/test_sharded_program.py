@@ -107,7 +107,7 @@ def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.Temp
             bundle_reader.exported_table(bundle, spec.name),
             bags[feature],
             spec.pooling,
-            [each.tolist() for each in weights[feature]] if case.weighted else None,
+            [bag_weights.tolist() for bag_weights in weights[feature]] if case.weighted else None,
         )
         assert rows.dtype == (np.float16 if half else np.float32)
         assert rows.shape == (case.samples, spec.dim)
@@ -138,13 +138,13 @@ def test_every_type_answers_what_one_rank_answers(tmp_path: Path, one_rank: Engi
         random_bags(random, MIXED, 3, ["words", "user_id"]),
     ]
     for bags in requests:
-        theirs = one_rank.lookup(bags)
+        alone = one_rank.lookup(bags)
         for feature, rows in engine.lookup(bags).items():
             if kind in CUTS_ROWS:
                 ids = max((len(bag) for bag in bags[feature]), default=0)
-                np.testing.assert_allclose(rows, theirs[feature], rtol=1e-5, atol=1e-5 * (1 + ids))
+                np.testing.assert_allclose(rows, alone[feature], rtol=1e-5, atol=1e-5 * (1 + ids))
             else:
-                np.testing.assert_array_equal(rows.view(np.uint32), theirs[feature].view(np.uint32))
+                np.testing.assert_array_equal(rows.view(np.uint32), alone[feature].view(np.uint32))
 
 
 def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_all_work_is_done_once_and_the_first_by_the_caller(count: int, work: int
     for _ in range(50):
         by_whom: dict[int, list[int]] = {number: [] for number in range(work)}
         threads.run([partial(_note, by_whom[number]) for number in range(work)])
-        assert [len(each) for each in by_whom.values()] == [1] * work
+        assert [len(calls) for calls in by_whom.values()] == [1] * work
         assert by_whom[0] == [threading.get_ident()]
     threads.close()
 
@@ -67,9 +67,9 @@ def test_closed_ones_are_gone_and_the_caller_does_all_work() -> None:
     threads.close()
     threads.close()
     assert len(lookups()) == before
-    seen: set[int] = set()
-    threads.run([lambda: seen.add(threading.get_ident())] * 3)
-    assert seen == {threading.get_ident()}
+    idents: set[int] = set()
+    threads.run([lambda: idents.add(threading.get_ident())] * 3)
+    assert idents == {threading.get_ident()}
 
 
 def test_they_end_with_their_owner() -> None:

@@ -96,11 +96,11 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         for param in get_command(app).commands["configure"].params  # type: ignore[attr-defined]
         if param.param_type_name == "option"
     }
-    expected = [each.name for each, _ in table()]
+    expected = [field.name for field, _ in table()]
     assert [name for name in options if name in expected] == expected
-    for each, setting in table():
-        assert options[each.name].opts == [setting.flag or f"--{each.name.replace('_', '-')}"]
-        assert options[each.name].help == setting.help
+    for field, setting in table():
+        assert options[field.name].opts == [setting.flag or f"--{field.name.replace('_', '-')}"]
+        assert options[field.name].help == setting.help
     assert options["verify_weights"].secondary_opts == ["--no-verify-weights"]
     unset = {"no_capture", "no_capture_slow_ms", "no_warm_up", *(f"no_{name}" for name in LATER)}
     assert {name for name in options if name.startswith("no_")} == unset

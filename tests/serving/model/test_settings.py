@@ -63,18 +63,18 @@ def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -
     bundle = exported(tmp_path, queue_requests=3, queue_timeout_ms=1500)
     add_gate(bundle)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        once = Retries(attempts=1)
-        with LookupClient(server.grpc, "m", 60, retries=once) as client, ThreadPoolExecutor(8) as pool:
+        single_attempt = Retries(attempts=1)
+        with LookupClient(server.grpc, "m", 60, retries=single_attempt) as client, ThreadPoolExecutor(8) as pool:
             until_answered(client.lookup, {"x": [[1]]})  # a busy machine may not connect in time
             with held(bundle):
                 first = pool.submit(client.lookup, {"x": [[1]]})
                 wait_for_execution(bundle)
                 # One may be prepared beside the one that is answered; three wait; of eight, some find no room.
-                others = [pool.submit(client.lookup, {"x": [[1]]}) for _ in range(7)]
-                wait(others, return_when=FIRST_EXCEPTION)
+                lookups = [pool.submit(client.lookup, {"x": [[1]]}) for _ in range(7)]
+                wait(lookups, return_when=FIRST_EXCEPTION)
                 time.sleep(4)  # longer than those that wait may
             first.result()
-            errors = [error for other in others if (error := other.exception()) is not None]
+            errors = [error for other in lookups if (error := other.exception()) is not None]
         assert {type(error) for error in errors} == {ServerUnavailable}
         full = [error for error in errors if "maximum queue size" in str(error)]
         late = [error for error in errors if "timeout expired" in str(error)]

@@ -21,23 +21,24 @@ def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
     assert config.name == "mixed"
     assert config.max_batch_size > 1
     assert config.HasField("dynamic_batching")
-    assert [(each.name, each.allow_ragged_batch) for each in config.input] == [("values", True), ("lengths", True)]
+    assert [(tensor.name, tensor.allow_ragged_batch) for tensor in config.input] == [
+        ("values", True),
+        ("lengths", True),
+    ]
     assert config.parameters["features"].string_value == "user_id,item_id,recent_items,genres,words"
     assert config.parameters["dims"].string_value == "16,32,32,8,24"
     assert all(
         parameter.string_value for name in ("mixed", "weighted") for parameter in parse(name).parameters.values()
     )
-    assert [each.name for each in parse("weighted").input] == ["values", "lengths", "weights"]
+    assert [tensor.name for tensor in parse("weighted").input] == ["values", "lengths", "weights"]
     assert parse("half").output[0].data_type == model_config_pb2.TYPE_FP16
 
 
 def test_a_key_that_one_feature_reads_under_another_name_is_a_key(mixed: Path) -> None:
     """Our exports give such a feature its key's name. The format does not ask that of other writers."""
     manifest = open_bundle(mixed).manifest
-    first, *others = manifest.features
-    manifest = msgspec.structs.replace(
-        manifest, features=(msgspec.structs.replace(first, shared_key="user"), *others)
-    )
+    first, *rest = manifest.features
+    manifest = msgspec.structs.replace(manifest, features=(msgspec.structs.replace(first, shared_key="user"), *rest))
     config = text_format.Parse(model_config("m", manifest, ServingSettings()), model_config_pb2.ModelConfig())
     keys = info_of(config).keys
     assert keys["user"] == ("user_id",)

@@ -32,8 +32,8 @@ assert Ours.FromString(Theirs(model_name="m").SerializeToString()) == Ours(model
 @pytest.mark.parametrize("file", ["grpc_predict_v2.proto", "dataplane.proto", "grpc_service.proto"])
 @pytest.mark.parametrize("is_ours_first", [True, False], ids=["ours first", "theirs first"])
 def test_another_library_may_define_the_same_names(file: str, is_ours_first: bool) -> None:
-    theirs = _OTHER.format(file=file)
-    code = (_OURS + theirs if is_ours_first else theirs + _OURS) + _BOTH
+    other_code = _OTHER.format(file=file)
+    code = (_OURS + other_code if is_ours_first else other_code + _OURS) + _BOTH
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
 

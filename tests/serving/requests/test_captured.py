@@ -26,8 +26,8 @@ def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
 def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: str, tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
     for bad in (GOOD.replace("[1]", f"[{number}]", 1), GOOD.replace('"lengths": [1]', f'"lengths": [{number}]')):
-        found, passed_over = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
-        assert found == [[1], [1]]
+        requests, passed_over = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
+        assert requests == [[1], [1]]
         assert passed_over.lines == 1
         (said,) = passed_over.said(path)
         expected = f"{path}: lines skipped, which are not captured requests: 1; line 2: expected a captured request: "
@@ -52,8 +52,8 @@ def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: st
 def test_readers_go_on_behind_a_bad_line(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_module, "LONGEST_LINE", 150)
     path, good = tmp_path / "captured.jsonl", GOOD.encode()
-    found, passed_over = lines_of(path, bad.encode(), good, bad.encode(), b"", good)
-    assert found == [[1], [1]]
+    requests, passed_over = lines_of(path, bad.encode(), good, bad.encode(), b"", good)
+    assert requests == [[1], [1]]
     assert passed_over.lines == 2
     assert passed_over.first.startswith("line 1: expected ")
     with pytest.raises(ConfigurationError, match=r"captured\.jsonl: line 1: expected "):

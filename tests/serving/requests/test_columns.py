@@ -253,8 +253,8 @@ def test_what_lies_under_a_null_list_does_not_count() -> None:
     for column, bags in ((lists, [[3, 5], None, [13]]), (pairs, [[3, 5], None, [11, 13]])):
         expect_same(column, bags)
         lengths = {"seen": np.array([len(bag or []) for bag in bags], np.int32)}
-        found = encode_dense([TIMES], {"times": column}, lengths, nulls="empty")["times"]
-        assert found.tolist() == [id_ for bag in bags for id_ in bag or []]
+        encoded = encode_dense([TIMES], {"times": column}, lengths, nulls="empty")["times"]
+        assert encoded.tolist() == [id_ for bag in bags for id_ in bag or []]
 
 
 def test_list_views_may_overlap_and_be_in_any_order() -> None:
@@ -273,8 +273,8 @@ def test_list_views_may_overlap_and_be_in_any_order() -> None:
             expect_same(views, bags)
     pairs = pa.array([[number, number + 1] for number in range(6)], pa.list_(pa.int32()))
     views = pa.LargeListViewArray.from_arrays([4, 0, 1], [2, 0, 1], pairs)
-    found = encode_dense([PLACES], {"times": views}, {"seen": np.array([2, 0, 1], np.int32)})["times"]
-    assert found.tolist() == [[4, 5], [5, 6], [1, 2]]
+    encoded = encode_dense([PLACES], {"times": views}, {"seen": np.array([2, 0, 1], np.int32)})["times"]
+    assert encoded.tolist() == [[4, 5], [5, 6], [1, 2]]
 
 
 def test_a_column_of_nulls_alone_may_have_any_type() -> None:
@@ -290,20 +290,20 @@ def test_an_arrow_column_is_read_where_it_lies() -> None:
     numbers = np.arange(1000, dtype=np.float32)
     columns = [pa.array(numbers), pl.Series(numbers), pd.Series(numbers)]
     for column in columns:
-        found = encode_dense([DenseInput("price", ())], {"price": column})["price"]
-        assert np.shares_memory(found, column.to_numpy())
+        encoded = encode_dense([DenseInput("price", ())], {"price": column})["price"]
+        assert np.shares_memory(encoded, column.to_numpy())
 
 
 def test_the_memory_of_a_column_lives_as_long_as_its_arrays() -> None:
-    def made() -> Any:
+    def encoded() -> Any:
         column = pa.chunked_array([pa.array(np.full(100_000, 7.0, np.float32))])
         return encode_dense([DenseInput("price", ())], {"price": column})["price"]
 
     before = pa.total_allocated_bytes()
-    arrays = [made() for _ in range(20)]
-    others = [pa.array(np.arange(100_000)) for _ in range(20)]
+    arrays = [encoded() for _ in range(20)]
+    columns = [pa.array(np.arange(100_000)) for _ in range(20)]
     assert all((array == 7).all() for array in arrays)
-    del arrays, others
+    del arrays, columns
     for _ in range(20):
         encode({"a": pa.array([[1, 2, 3]] * 1000)})
     assert pa.total_allocated_bytes() == before
@@ -365,11 +365,11 @@ def test_a_column_is_a_dense_input(form: str) -> None:
         (DenseInput("price", (1,), InputDtype.INT8), [2, 3, -1]),
         (DenseInput("price", (), InputDtype.BOOL), [True, False, True]),
     ):
-        found = encode_dense([dense_input], {"price": make(rows)})["price"]
+        encoded = encode_dense([dense_input], {"price": make(rows)})["price"]
         expected = encode_dense([dense_input], {"price": np.array(rows)})["price"]
-        assert found.dtype == expected.dtype
-        assert found.shape == (3, *dense_input.shape)
-        assert found.tolist() == expected.tolist()
+        assert encoded.dtype == expected.dtype
+        assert encoded.shape == (3, *dense_input.shape)
+        assert encoded.tolist() == expected.tolist()
 
 
 def test_columns_of_one_size_are_dense_inputs() -> None:
@@ -380,8 +380,8 @@ def test_columns_of_one_size_are_dense_inputs() -> None:
         pl.Series(rows, dtype=pl.Array(pl.Float32, (1, 2))),
         pa.chunked_array([pa.array([None, *rows], pa.list_(two, 1))[1:], pa.array([], pa.list_(two, 1))]),
     ):
-        found = encode_dense([DenseInput("price", (1, 2))], {"price": column})["price"]
-        assert found.tolist() == rows
+        encoded = encode_dense([DenseInput("price", (1, 2))], {"price": column})["price"]
+        assert encoded.tolist() == rows
     assert encode_dense([PAIR], {"price": pa.array([], pa.list_(pa.float32()))})["price"].shape == (0, 2)
 
 
@@ -446,8 +446,8 @@ def test_a_null_list_of_rows_is_an_empty_one() -> None:
     bags = [[7, 8], None, [9]]
     columns: list[Any] = [pl.Series(bags), pa.array(bags), pd.Series(bags), bags]
     for column in columns:
-        found = encode_dense([TIMES], {"times": column}, LENGTHS, nulls="empty")["times"]
-        assert found.tolist() == [7, 8, 9]
+        encoded = encode_dense([TIMES], {"times": column}, LENGTHS, nulls="empty")["times"]
+        assert encoded.tolist() == [7, 8, 9]
         with pytest.raises(
             InvalidRequest, match=r"dense input 'times': expected numbers: expected no nulls, .*sample 1"
         ) as refused:

@@ -17,7 +17,7 @@ MASKED = MA.masked_array([3, 5], [False, True])
 
 
 @pytest.mark.parametrize(
-    ("given", "wrong"),
+    ("values", "wrong"),
     [
         ([[1, LAST + 1]], "16777217, which it would round to 16777216"),
         ([[-LAST - 1]], "-16777217, which it would round to -16777216"),
@@ -36,15 +36,15 @@ MASKED = MA.masked_array([3, 5], [False, True])
     ],
     ids=str,
 )
-def test_numbers_that_fp32_has_not_are_refused(given: Any, wrong: str) -> None:
+def test_numbers_that_fp32_has_not_are_refused(values: Any, wrong: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        encode_dense([PRICE], {"price": given})
+        encode_dense([PRICE], {"price": values})
     assert str(refused.value).startswith("dense input 'price': expected numbers of FP32")
     assert wrong in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         [[1, LAST]],
         [[2**40, -(2**63)]],  # powers of two
@@ -58,34 +58,34 @@ def test_numbers_that_fp32_has_not_are_refused(given: Any, wrong: str) -> None:
     ],
     ids=str,
 )
-def test_other_numbers_are_taken_as_numpy_casts_them(given: Any) -> None:
-    found = encode_dense([PRICE], {"price": given})["price"]
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.asarray(given).astype(np.float32))
+def test_other_numbers_are_taken_as_numpy_casts_them(values: Any) -> None:
+    encoded = encode_dense([PRICE], {"price": values})["price"]
+    assert encoded.dtype == np.float32
+    np.testing.assert_array_equal(encoded, np.asarray(values).astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", [InputDtype.INT64, InputDtype.INT32, InputDtype.INT16])
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [[3, -1], np.array([3, -1], np.int8), np.array([3, 200], np.uint8), torch.tensor([3, -1]), [], np.zeros(0)],
     ids=str,
 )
-def test_integers_travel_as_they_are(dtype: InputDtype, given: Any) -> None:
-    found = encode_dense([DenseInput("relation", (), dtype)], {"relation": given})["relation"]
-    assert found.dtype == dtype.numpy
-    np.testing.assert_array_equal(found, np.asarray(given).astype(np.int64))
+def test_integers_travel_as_they_are(dtype: InputDtype, values: Any) -> None:
+    encoded = encode_dense([DenseInput("relation", (), dtype)], {"relation": values})["relation"]
+    assert encoded.dtype == dtype.numpy
+    np.testing.assert_array_equal(encoded, np.asarray(values).astype(np.int64))
 
 
 def test_booleans_travel_as_they_are() -> None:
     new = DenseInput("new", (2,), InputDtype.BOOL)
-    for given in ([[True, False]], np.array([[True, False]]), torch.tensor([[True, False]])):
-        found = encode_dense([new], {"new": given})["new"]
-        assert found.dtype == np.bool_
-        assert found.tolist() == [[True, False]]
+    for values in ([[True, False]], np.array([[True, False]]), torch.tensor([[True, False]])):
+        encoded = encode_dense([new], {"new": values})["new"]
+        assert encoded.dtype == np.bool_
+        assert encoded.tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "given", "why"),
+    ("dtype", "values", "why"),
     [
         (InputDtype.INT64, [1.0], "expected integers, which travel as INT64, got float64"),
         (InputDtype.INT64, np.ones(1, np.float32), "expected integers, which travel as INT64, got float32"),
@@ -123,9 +123,9 @@ def test_booleans_travel_as_they_are() -> None:
     ],
     ids=str,
 )
-def test_other_numbers_than_the_model_takes_are_refused_by_name(dtype: InputDtype, given: Any, why: str) -> None:
+def test_other_numbers_than_the_model_takes_are_refused_by_name(dtype: InputDtype, values: Any, why: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        encode_dense([DenseInput("relation", (), dtype)], {"relation": given})
+        encode_dense([DenseInput("relation", (), dtype)], {"relation": values})
     assert str(refused.value).startswith(f"dense input 'relation': {why}")
 
 
@@ -144,8 +144,8 @@ GOOD = {
 
 
 def test_inputs_of_every_dtype_and_shape_are_taken_as_they_are() -> None:
-    for given, array in zip(GOOD.values(), accept_dense(INPUTS, GOOD, 3), strict=True):
-        assert array is given
+    for values, array in zip(GOOD.values(), accept_dense(INPUTS, GOOD, 3), strict=True):
+        assert array is values
     shared = {**GOOD, "relation": np.array([7]), "new": np.array([[True, False]])}
     _, relation, _, new = accept_dense(INPUTS, shared, 3, ["relation", "new"])
     assert relation.tolist() == [7, 7, 7]
@@ -181,7 +181,7 @@ def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         [0.5, 2],
         [[0.5], [2]],
@@ -193,10 +193,10 @@ def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> 
     ],
     ids=repr,
 )
-def test_an_input_of_one_number_has_one_dimension_or_two(shape: tuple[int, ...], given: Any) -> None:
-    found = encode_dense([DenseInput("price", shape)], {"price": given})["price"]
-    assert found.tolist() == np.array([0.5, 2]).reshape(2, *shape).tolist()
-    assert found.dtype == np.float32
+def test_an_input_of_one_number_has_one_dimension_or_two(shape: tuple[int, ...], values: Any) -> None:
+    encoded = encode_dense([DenseInput("price", shape)], {"price": values})["price"]
+    assert encoded.tolist() == np.array([0.5, 2]).reshape(2, *shape).tolist()
+    assert encoded.dtype == np.float32
 
 
 def test_no_samples_have_every_shape() -> None:
@@ -214,14 +214,14 @@ def objects(*items: Any) -> Any:
 
 def test_objects_are_taken_as_the_numbers_that_they_are() -> None:
     for rows in (objects([0.5, 2.0], (1, 3)), objects(np.array([0.5, 2.0]), np.array([1, 3]))):
-        found = encode_dense([DenseInput("price", (2,))], {"price": rows})["price"]
-        assert found.tolist() == [[0.5, 2.0], [1.0, 3.0]]
+        encoded = encode_dense([DenseInput("price", (2,))], {"price": rows})["price"]
+        assert encoded.tolist() == [[0.5, 2.0], [1.0, 3.0]]
     relation = DenseInput("relation", (), InputDtype.INT64)
     assert encode_dense([relation], {"relation": objects(2**62, 3)})["relation"].tolist() == [2**62, 3]
 
 
 @pytest.mark.parametrize(
-    ("dense_input", "given", "message"),
+    ("dense_input", "values", "message"),
     [
         (PRICE, objects(0.5, None), "expected numbers: got a null in sample 1: fill it, or leave the sample out"),
         (PRICE, objects("1"), "expected numbers: got str in sample 0"),
@@ -233,9 +233,9 @@ def test_objects_are_taken_as_the_numbers_that_they_are() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_objects_that_are_no_such_numbers_are_refused(dense_input: DenseInput, given: Any, message: str) -> None:
+def test_objects_that_are_no_such_numbers_are_refused(dense_input: DenseInput, values: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"dense input 'price': {message}"):
-        encode_dense([dense_input], {"price": given})
+        encode_dense([dense_input], {"price": values})
 
 
 TIMES = DenseInput("times", (), InputDtype.INT64, key="seen")
@@ -243,7 +243,7 @@ PLACES = DenseInput("places", (2,), key="seen")
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         [[7, 8], [], [9]],
         [7, 8, 9],
@@ -254,14 +254,14 @@ PLACES = DenseInput("places", (2,), key="seen")
     ],
     ids=str,
 )
-def test_a_number_for_each_id_comes_in_bags_or_without(given: Any) -> None:
-    found = encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 0, 1], np.int32)})["times"]
-    assert found.dtype == np.int64
-    assert found.tolist() == [7, 8, 9]
+def test_a_number_for_each_id_comes_in_bags_or_without(values: Any) -> None:
+    encoded = encode_dense([TIMES], {"times": values}, {"seen": np.array([2, 0, 1], np.int32)})["times"]
+    assert encoded.dtype == np.int64
+    assert encoded.tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
-    "given",
+    "values",
     [
         [[[1, 2], [3, 4]], [[5, 6]]],
         [[1, 2], [3, 4], [5, 6]],
@@ -270,62 +270,62 @@ def test_a_number_for_each_id_comes_in_bags_or_without(given: Any) -> None:
     ],
     ids=str,
 )
-def test_several_numbers_for_each_id_come_in_bags_or_without(given: Any) -> None:
-    found = encode_dense([PLACES], {"places": given}, {"seen": np.array([2, 1], np.int32)})["places"]
-    assert found.dtype == np.float32
-    assert found.tolist() == [[1, 2], [3, 4], [5, 6]]
+def test_several_numbers_for_each_id_come_in_bags_or_without(values: Any) -> None:
+    encoded = encode_dense([PLACES], {"places": values}, {"seen": np.array([2, 1], np.int32)})["places"]
+    assert encoded.dtype == np.float32
+    assert encoded.tolist() == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_bags_of_one_length_may_be_an_array() -> None:
     lengths = {"seen": np.array([2, 2], np.int32)}
     for of, shape in ((TIMES, (2, 2)), (PLACES, (2, 2, 2))):
-        given = np.arange(np.prod(shape)).reshape(shape)
-        for each in (given, given.tolist()):
-            found = encode_dense([of], {of.name: each}, lengths)[of.name]
-            np.testing.assert_array_equal(found, given.reshape(4, *of.shape))
+        values = np.arange(np.prod(shape)).reshape(shape)
+        for form in (values, values.tolist()):
+            encoded = encode_dense([of], {of.name: form}, lengths)[of.name]
+            np.testing.assert_array_equal(encoded, values.reshape(4, *of.shape))
 
 
 @pytest.mark.parametrize("of", [TIMES, PLACES], ids=lambda of: of.name)
 def test_bags_without_ids_have_no_numbers(of: DenseInput) -> None:
     every: list[Any] = [[], [[], []], np.zeros((0, *of.shape), np.int64)]
-    for given in every:
-        found = encode_dense([of], {of.name: given}, {"seen": np.zeros(len(given), np.int32)})[of.name]
-        assert found.shape == (0, *of.shape)
-        assert found.dtype == of.dtype.numpy
+    for values in every:
+        encoded = encode_dense([of], {of.name: values}, {"seen": np.zeros(len(values), np.int32)})[of.name]
+        assert encoded.shape == (0, *of.shape)
+        assert encoded.dtype == of.dtype.numpy
 
 
 @pytest.mark.parametrize(
-    ("given", "got"),
+    ("values", "got"),
     [
         ([[7], [8, 9]], "1 rows for the 2 ids of sample 0"),
         ([[7, 8, 9]], "bags of 1 samples for ids of 2"),
         ([[7, 8], [9], []], "bags of 3 samples for ids of 2"),
     ],
 )
-def test_numbers_in_other_bags_than_their_ids_are_refused(given: Any, got: str) -> None:
+def test_numbers_in_other_bags_than_their_ids_are_refused(values: Any, got: str) -> None:
     """As many in all, but not those of the same samples."""
     with pytest.raises(InvalidRequest) as refused:
-        encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 1], np.int32)})
+        encode_dense([TIMES], {"times": values}, {"seen": np.array([2, 1], np.int32)})
     assert str(refused.value) == (f"dense input 'times': expected bags with a row for each id of 'seen', got {got}")
 
 
-@pytest.mark.parametrize("given", [[[7, 8], 9], [["a"], ["b"]], [[7, [8]], [9]], {"seen": [7]}, None], ids=str)
-def test_what_is_no_bag_of_numbers_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("values", [[[7, 8], 9], [["a"], ["b"]], [[7, [8]], [9]], {"seen": [7]}, None], ids=str)
+def test_what_is_no_bag_of_numbers_is_refused(values: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^dense input 'times': expected "):
-        encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 1], np.int32)})
+        encode_dense([TIMES], {"times": values}, {"seen": np.array([2, 1], np.int32)})
 
 
 def test_numbers_of_ids_are_accepted_if_there_is_one_for_each() -> None:
     good = np.array([7, 8, 9])
-    (found,) = accept_dense([TIMES], {"times": good}, 2, ids={"seen": 3})
-    assert found is good
-    for ids, given, why in (
+    (accepted,) = accept_dense([TIMES], {"times": good}, 2, ids={"seen": 3})
+    assert accepted is good
+    for ids, values, why in (
         (2, good, r"expected int64 \[2\], a row for each id of 'seen', got int64 \[3\]"),
         (3, good.astype(np.int32), r"expected int64 \[3\], a row for each id of 'seen', got int32 \[3\]"),
         (3, good[:, np.newaxis], r"expected int64 \[3\], a row for each id of 'seen', got int64 \[3, 1\]"),
     ):
         with pytest.raises(InvalidRequest, match=f"^dense input 'times': {why}"):
-            accept_dense([TIMES], {"times": given}, 2, ids={"seen": ids})
+            accept_dense([TIMES], {"times": values}, 2, ids={"seen": ids})
     with pytest.raises(InvalidRequest, match=r"^once: 'times': has a row for each id of 'seen': name that key"):
         accept_dense([TIMES], {"times": good}, 2, ["times"], {"seen": 3})
     actions = DenseInput("actions", (), InputDtype.INT64, rows=5, key="seen")

@@ -245,8 +245,8 @@ def test_what_was_a_list_of_bags_stays_one() -> None:
     assert encode({"a": ragged}).lengths.tolist() == [2, 0]
     assert encode({"a": np.array([[3, 5], [1, 2]])}).lengths.tolist() == [2, 2]
     without_samples: list[Any] = [[], np.zeros(0, np.int64), np.zeros((0, 1), np.int64)]
-    for each in without_samples:
-        assert encode({"a": each}).lengths.size == 0
+    for bags in without_samples:
+        assert encode({"a": bags}).lengths.size == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16])

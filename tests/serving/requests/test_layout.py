@@ -26,24 +26,24 @@ def requests(draw: st.DrawFn) -> KjtRequest:
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_bounds_of_several_requests_are_those_of_each_one_behind_the_other(several: list[KjtRequest]) -> None:
     expected, end = [0], 0
-    for each in several:
-        bounds = bag_bounds(len(each.feature_set.names), each.samples, each.shared)
+    for request in several:
+        bounds = bag_bounds(len(request.feature_set.names), request.samples, request.shared)
         expected += (bounds[1:] + end).tolist()
-        end += each.lengths.size
+        end += request.lengths.size
     assert segment_bounds(several).tolist() == expected
     assert expected[-1] == end
 
 
 def test_bounds_that_are_kept_cannot_be_changed() -> None:
-    kept = bag_bounds(3, 7, None)
-    assert kept.tolist() == [0, 7, 14, 21]
+    cached = bag_bounds(3, 7, None)
+    assert cached.tolist() == [0, 7, 14, 21]
     with pytest.raises(ValueError, match="read-only"):
-        kept[0] = 1
+        cached[0] = 1
 
 
 def test_endless_numbers_of_samples_take_no_endless_memory() -> None:
     for samples in range(2000):
         assert bag_bounds(2, samples, None).tolist() == [0, samples, 2 * samples]
-    kept = layout._even_bounds.cache_info()
-    assert kept.maxsize is not None
-    assert kept.currsize <= kept.maxsize <= 1024
+    info = layout._even_bounds.cache_info()
+    assert info.maxsize is not None
+    assert info.currsize <= info.maxsize <= 1024

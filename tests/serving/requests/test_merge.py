@@ -30,7 +30,7 @@ def test_groups_keep_the_order_and_the_limits(sizes: list[tuple[int, int]]) -> N
         assert sum(sizes[position][0] for position in group) <= 40
         assert sum(sizes[position][1] for position in group) <= 50
         for position in following[:1]:  # no group could have taken one more
-            ids, samples = (sum(sizes[each][axis] for each in [*group, position]) for axis in (0, 1))
+            ids, samples = (sum(sizes[member][axis] for member in [*group, position]) for axis in (0, 1))
             assert ids > 40 or samples > 50
 
 
@@ -68,8 +68,8 @@ def test_merging_keeps_every_bag(every: list[Tensors]) -> None:
     for request, accepted in zip(every, batch.members, strict=True):
         alone = bags_of(request.features or (), request, request.lengths)
         for feature, bags in together.items():
-            here = bags[start : start + accepted.samples]
-            assert here == alone.get(feature, [[]] * accepted.samples)
+            merged_bags = bags[start : start + accepted.samples]
+            assert merged_bags == alone.get(feature, [[]] * accepted.samples)
         start += accepted.samples
     assert all(len(bags) == start for bags in together.values())
 

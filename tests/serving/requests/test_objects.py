@@ -80,12 +80,12 @@ PLACES_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES_OF_NUMBERS)
+@pytest.mark.parametrize("argument", PLACES_OF_NUMBERS)
 @pytest.mark.parametrize("kind", TAKEN)
-def test_a_tensor_of_numbers_is_taken(place: str, kind: str) -> None:
-    found = PLACES_OF_NUMBERS[place](TAKEN[kind])
-    assert found.dtype == np.float32
-    assert found.tolist() == NUMBERS
+def test_a_tensor_of_numbers_is_taken(argument: str, kind: str) -> None:
+    encoded = PLACES_OF_NUMBERS[argument](TAKEN[kind])
+    assert encoded.dtype == np.float32
+    assert encoded.tolist() == NUMBERS
 
 
 with FakeTensorMode():
@@ -127,12 +127,12 @@ PLACES_OF_TENSORS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES_OF_TENSORS)
+@pytest.mark.parametrize("argument", PLACES_OF_TENSORS)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_another_tensor_is_refused_by_name(place: str, kind: str) -> None:
+def test_another_tensor_is_refused_by_name(argument: str, kind: str) -> None:
     tensor, message = REFUSED[kind]
     with pytest.raises(InvalidRequest, match=rf"^(feature|table|dense input) '(a|price)': .*{message}"):
-        PLACES_OF_TENSORS[place](tensor)
+        PLACES_OF_TENSORS[argument](tensor)
 
 
 class OnCuda(torch.Tensor):

@@ -56,8 +56,8 @@ def sent(tensors: Tensors, but: Collection[str] = ()) -> str:
     """The parameters as Triton hands them over."""
     request = pb.ModelInferRequest()
     encode_parameters(tensors, request.parameters, but)
-    each = {name: value.WhichOneof("parameter_choice") for name, value in request.parameters.items()}
-    return json.dumps({name: getattr(request.parameters[name], choice) for name, choice in each.items()})
+    choices = {name: value.WhichOneof("parameter_choice") for name, value in request.parameters.items()}
+    return json.dumps({name: getattr(request.parameters[name], choice) for name, choice in choices.items()})
 
 
 WRONG: dict[str, list[Any]] = {
@@ -66,7 +66,7 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("parameter", "value"), [(name, each) for name, wrong in WRONG.items() for each in wrong])
+@pytest.mark.parametrize(("parameter", "value"), [(name, value) for name, wrong in WRONG.items() for value in wrong])
 def test_one_of_another_type_is_refused_by_name(parameter: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"parameter {parameter}: expected "):
         decode_parameters(json.dumps({parameter: value}))

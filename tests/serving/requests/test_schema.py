@@ -41,7 +41,7 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
 
 
 def selections_alive() -> int:
-    return sum(type(each) is FeatureSet for each in gc.get_objects())
+    return sum(type(tracked) is FeatureSet for tracked in gc.get_objects())
 
 
 def test_no_names_are_refused_whatever_was_selected_before() -> None:

@@ -54,9 +54,9 @@ def client(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     log = tmp_path_factory.mktemp("server") / "log"
     with (
         run_server(bundle.parents[1], Ports(grpc=0, http=0, operations=0), log=log) as server,
-        LookupClient(server.grpc, "m", 30.0) as found,
+        LookupClient(server.grpc, "m", 30.0) as opened,
     ):
-        yield found
+        yield opened
 
 
 def test_the_model_s_own_kjt_is_answered_as_torchrec_answers_it(client: LookupClient) -> None:

@@ -67,16 +67,16 @@ def test_a_batch_is_one_request_if_its_samples_are_mixed(models: Path) -> None:
 
 
 def test_a_batch_is_read_when_the_answer_before_it_was_taken(models: Path) -> None:
-    read: list[int] = []
+    sent: list[int] = []
 
     def batches() -> Iterator[Any]:
         for number in range(5):
-            read.append(number)
+            sent.append(number)
             yield random_batch(number, 2)
 
     with Engine.open(models / "ranker" / "1") as engine:
         for number, _ in enumerate(engine.stream(batches())):
-            assert read == [*range(number + 1)]
+            assert sent == [*range(number + 1)]
 
 
 def test_an_error_is_raised_at_the_place_of_its_batch(models: Path) -> None:

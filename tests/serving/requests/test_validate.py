@@ -149,25 +149,25 @@ def test_policy_default_row_reads_that_row() -> None:
     st.integers(0, 2**32 - 1),
 )
 def test_policy_modulo_makes_a_row_of_every_int64(
-    asked: list[Tensors], modulo: tuple[bool, bool, bool], seed: int
+    batch: list[Tensors], modulo: tuple[bool, bool, bool], seed: int
 ) -> None:
     """Alone and merged, beside features of other policies; numpy is the oracle."""
     random = np.random.default_rng(seed)
     found_in, extremes = [], ints(-(2**63), -(2**63) + 1, -1, 2**63 - 1, 2**40)
-    for number, request in enumerate(asked):
+    for number, request in enumerate(batch):
         assert request.features is not None
         sizes = request.lengths.reshape(len(request.features), -1).sum(axis=1)
         rows = np.repeat([ROWS[NAMES.index(name)] for name in request.features], sizes)
         is_modulo = np.repeat([modulo[NAMES.index(name)] for name in request.features], sizes)
         changed = is_modulo & random.choice([True, False], is_modulo.size)
         values = np.where(changed, random.choice(extremes, is_modulo.size), request.values)
-        asked[number] = replace(request, values=values)
-        found_in.append([int(id_) % int(height) for id_, height in zip(values, rows, strict=True)])
-    before = [request.values.copy() for request in asked]
-    accepted = [accept(schema(modulo=modulo), request) for request in asked]
-    assert validate(accepted).values.tolist() == [id_ for each in found_in for id_ in each]
-    for request, kept, expected in zip(asked, before, found_in, strict=True):
-        np.testing.assert_array_equal(request.values, kept)  # the caller's own
+        batch[number] = replace(request, values=values)
+        found_in.append([int(id_) % int(row_count) for id_, row_count in zip(values, rows, strict=True)])
+    before = [request.values.copy() for request in batch]
+    accepted = [accept(schema(modulo=modulo), request) for request in batch]
+    assert validate(accepted).values.tolist() == [id_ for feature_rows in found_in for id_ in feature_rows]
+    for request, original, expected in zip(batch, before, found_in, strict=True):
+        np.testing.assert_array_equal(request.values, original)  # the caller's own
         changed_by_policies, counts = apply_id_policies(accept(schema(modulo=modulo), request))
         assert validate([changed_by_policies]).values.tolist() == expected
         assert counts == {}
@@ -178,8 +178,8 @@ def test_policy_modulo_beside_an_id_that_is_refused_or_dropped() -> None:
     with pytest.raises(IdsOutside, match=r"feature 'b': expected an id in \[0, 5\), got 5") as caught:
         checked(policies, tensors(ints(10, 5), lens(1, 1, 0)))
     assert caught.value.counts == {"tb": 1}
-    found = checked(policies, tensors(ints(-1, 4, 100, 7), lens(1, 1, 2)))
-    assert found.values.tolist() == [9, 4, 7]
+    accepted = checked(policies, tensors(ints(-1, 4, 100, 7), lens(1, 1, 2)))
+    assert accepted.values.tolist() == [9, 4, 7]
 
 
 def test_policy_zero_does_not_excuse_another_table() -> None:
@@ -220,11 +220,11 @@ def test_checking_together_refuses_exactly_what_is_refused_alone(every: list[tup
         passed = True
     except InvalidRequest:
         passed = False
-    assert passed == all(good(*each) for each in every)
-    for request, each in zip(accepted, every, strict=True):
-        if good(*each):
+    assert passed == all(good(*case) for case in every)
+    for request, case in zip(accepted, every, strict=True):
+        if good(*case):
             changed, outside = apply_id_policies(request)
-            assert (changed.values.tolist(), outside) == (each[0], {})
+            assert (changed.values.tolist(), outside) == (case[0], {})
         else:
             with pytest.raises(InvalidRequest):
                 apply_id_policies(request)
@@ -245,6 +245,6 @@ def test_lengths_that_add_up_only_together_are_refused(every: list[Tensors], dat
     accepted = [accept(schema(), request) for request in hostile]
     with pytest.raises(InvalidRequest):
         validate(accepted)
-    for each in (taker, giver):
+    for index in (taker, giver):
         with pytest.raises(InvalidRequest):
-            apply_id_policies(accepted[each])
+            apply_id_policies(accepted[index])

@@ -45,28 +45,28 @@ def waits_for(event: threading.Event) -> Does:
 
 @contextmanager
 def hosts(
-    *each: Sequence[Does], timeout_s: float = 5.0, replicas: int = 2
+    *behaviours: Sequence[Does], timeout_s: float = 5.0, replicas: int = 2
 ) -> Iterator[tuple[HostCallers, list[list[FakeServer]]]]:
     """Hosts of the ranks 1, 2, …, whose replicas do as told, each call as the next says; the last goes on."""
     with ExitStack() as stack:
         loop = stack.enter_context(closing(LoopThread()))
-        fakes = [replicas_that(does, replicas) for does in each]
-        found = {}
+        fakes = [replicas_that(does, replicas) for does in behaviours]
+        hosts_by_rank = {}
         for rank, some in enumerate(fakes, start=1):
             addresses = [stack.enter_context(serving(fake)) for fake in some]
             connection = Connection(addresses=addresses, timeout_s=timeout_s, retries=Retries(attempts=1))
 
-            async def made(connection: Connection = connection) -> Host:
+            async def open_host(connection: Connection = connection) -> Host:
                 return Host(HostBundle(0, "m", 1, "f" * 64), PLANNED, connection)
 
-            found[rank] = loop.start(made()).result()
-        caller = HostCallers(found, loop)
+            hosts_by_rank[rank] = loop.start(open_host()).result()
+        caller = HostCallers(hosts_by_rank, loop)
         try:
             yield caller, fakes
         finally:
             caller.close()
-            for behind in found.values():
-                loop.start(behind.close()).result()
+            for host in hosts_by_rank.values():
+                loop.start(host.close()).result()
 
 
 def replicas_that(does: Sequence[Does], replicas: int) -> list[FakeServer]:
@@ -161,10 +161,10 @@ def test_hosts_are_called_again_after_one_was_lost() -> None:
 
 def test_a_lost_host_does_not_take_the_answers_of_others() -> None:
     with hosts([answers], [fails(grpc.StatusCode.INTERNAL)]) as (caller, _):
-        found = wait_all(caller.ask({2: REQUEST, 1: REQUEST}))
-    assert isinstance(found[1], np.ndarray)
-    assert found[1].tolist() == [[1, 1]]
-    assert isinstance(found[2], HostUnavailable)
+        by_rank = wait_all(caller.ask({2: REQUEST, 1: REQUEST}))
+    assert isinstance(by_rank[1], np.ndarray)
+    assert by_rank[1].tolist() == [[1, 1]]
+    assert isinstance(by_rank[2], HostUnavailable)
 
 
 def test_hosts_are_waited_for_in_the_order_of_their_last_answers() -> None:
@@ -200,11 +200,11 @@ def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
     never = threading.Event()
     silent = [waits_for(never)]
     with hosts(silent, silent, [answers], timeout_s=3.0, replicas=replicas) as (caller, fakes):
-        found = wait_all(caller.ask(dict.fromkeys((1, 2, 3), REQUEST)))
+        by_rank = wait_all(caller.ask(dict.fromkeys((1, 2, 3), REQUEST)))
         never.set()
-    assert [type(found[rank]) for rank in (1, 2)] == [HostUnavailable] * 2
-    assert isinstance(found[3], np.ndarray)
-    assert found[3].tolist() == [[1, 1]]
+    assert [type(by_rank[rank]) for rank in (1, 2)] == [HostUnavailable] * 2
+    assert isinstance(by_rank[3], np.ndarray)
+    assert by_rank[3].tolist() == [[1, 1]]
     assert asked(fakes[2]) == 1
     assert caller.by_rank[3].host.counts.timeouts == 0
 
@@ -218,8 +218,8 @@ def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
 
     with host(waits) as (caller, fakes):
         calls = [caller.ask(REQUEST) for _ in range(3)]
-        found = [wait_all({1: call}) for call in calls]
-    assert [each[1].tolist() for each in found if isinstance(each[1], np.ndarray)] == [[[1, 1]]] * 3
+        answers = [wait_all({1: call}) for call in calls]
+    assert [answer[1].tolist() for answer in answers if isinstance(answer[1], np.ndarray)] == [[[1, 1]]] * 3
     assert (asked(fakes), caller.host.counts.calls) == (3, 3)
     assert not caller.pending
 
@@ -230,8 +230,8 @@ def test_no_answer_is_lost_behind_several_requests_to_a_silent_host(replicas: in
     never = threading.Event()
     with hosts([waits_for(never)], [answers], timeout_s=3.0, replicas=replicas) as (caller, fakes):
         calls = [caller.ask({1: REQUEST, 2: REQUEST}) for _ in range(4)]
-        found = [wait_all(call) for call in calls]
+        results = [wait_all(call) for call in calls]
         never.set()
-    assert [type(each[1]) for each in found] == [HostUnavailable] * 4
-    assert all(isinstance(each[2], np.ndarray) for each in found)
+    assert [type(answer[1]) for answer in results] == [HostUnavailable] * 4
+    assert all(isinstance(answer[2], np.ndarray) for answer in results)
     assert asked(fakes[1]) == 4

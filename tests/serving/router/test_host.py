@@ -33,10 +33,10 @@ class Clock(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        found = super().select(0)
-        if not found and timeout:
+        events = super().select(0)
+        if not events and timeout:
             self.now += timeout
-        return found
+        return events
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def call(addresses: list[str], *says: Says, do: Callable[[Host], Coroutine[Any, 
         host = Host(HostBundle(0, "m", 1, "f" * 64), PLANNED, connection)
         host._channels.call = replicas.called  # type: ignore[method-assign]
         try:
-            found: Any = await (sums(host) if do is None else do(host))
+            outcome: Any = await (sums(host) if do is None else do(host))
         except (HostUnavailable, InternalError) as error:
-            found = error
+            outcome = error
         took_s = clock.now
         await host.close()
-        return Told(found, took_s, replicas, host)
+        return Told(outcome, took_s, replicas, host)
 
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now  # type: ignore[method-assign]
@@ -156,19 +156,19 @@ def call(addresses: list[str], *says: Says, do: Callable[[Host], Coroutine[Any, 
 
 
 def test_an_answer_is_taken_as_it_comes() -> None:
-    told = call(TWO, Says(after_s=0.1))
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
-    assert told.took_s == pytest.approx(0.1)
-    assert (told.host.counts.retries, told.host.counts.timeouts) == (0, 0)
+    outcome = call(TWO, Says(after_s=0.1))
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    assert outcome.took_s == pytest.approx(0.1)
+    assert (outcome.host.counts.retries, outcome.host.counts.timeouts) == (0, 0)
 
 
 @pytest.mark.parametrize("addresses", [ONE, TWO], ids=["one", "two"])
 def test_a_silent_host_is_lost_when_the_time_is_over(addresses: list[str]) -> None:
-    told = call(addresses, SILENT)
-    assert isinstance(told.found, HostUnavailable)
-    assert str(told.found) == f"host 0 (m version 1 at {', '.join(addresses)}): no answer within 0.3 s"
-    assert told.took_s == pytest.approx(TIMEOUT_S)
-    assert told.host.counts.lost == 1
+    outcome = call(addresses, SILENT)
+    assert isinstance(outcome.found, HostUnavailable)
+    assert str(outcome.found) == f"host 0 (m version 1 at {', '.join(addresses)}): no answer within 0.3 s"
+    assert outcome.took_s == pytest.approx(TIMEOUT_S)
+    assert outcome.host.counts.lost == 1
 
 
 def test_one_address_is_asked_once() -> None:
@@ -176,54 +176,54 @@ def test_one_address_is_asked_once() -> None:
 
 
 def test_another_attempt_begins_after_half_the_time_and_none_outlives_the_call() -> None:
-    told = call(TWO, SILENT)
-    assert told.replicas.began == pytest.approx([0, 0.15, 0.225])
-    assert told.replicas.timeouts == pytest.approx([0.3, 0.15, 0.075])
-    assert told.host.counts.retries == 2
+    outcome = call(TWO, SILENT)
+    assert outcome.replicas.began == pytest.approx([0, 0.15, 0.225])
+    assert outcome.replicas.timeouts == pytest.approx([0.3, 0.15, 0.075])
+    assert outcome.host.counts.retries == 2
 
 
 def test_another_replica_answers_for_a_silent_one() -> None:
-    told = call(TWO, SILENT, Says(after_s=0.01))
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
-    assert told.took_s == pytest.approx(0.16)
+    outcome = call(TWO, SILENT, Says(after_s=0.01))
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    assert outcome.took_s == pytest.approx(0.16)
 
 
 def test_a_slow_replica_is_not_given_up() -> None:
-    told = call(TWO, Says(after_s=0.2), SILENT)
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
-    assert told.took_s == pytest.approx(0.2)
+    outcome = call(TWO, Says(after_s=0.2), SILENT)
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    assert outcome.took_s == pytest.approx(0.2)
 
 
 def test_a_refused_attempt_does_not_end_one_that_goes_on() -> None:
-    told = call(TWO, Says(after_s=0.28), REFUSED)
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
+    outcome = call(TWO, Says(after_s=0.28), REFUSED)
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
 
 
 @pytest.mark.parametrize("says", [NOT_FOUND, LOADING, REFUSED], ids=["not found", "loading", "refused"])
 def test_a_replica_that_refuses_is_passed_over_at_once(says: Says) -> None:
-    told = call(TWO, says, Says())
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
-    assert told.took_s < 0.01
+    outcome = call(TWO, says, Says())
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    assert outcome.took_s < 0.01
 
 
 @pytest.mark.parametrize("says", [NOT_FOUND, LOADING], ids=["not found", "loading"])
 def test_a_replica_that_has_the_version_is_given_time_to_connect(says: Says) -> None:
     """Until it is connected, all attempts go to the other."""
-    told = call(TWO, *[says] * 5, Says())
-    np.testing.assert_array_equal(told.found, [[1, 1, 1]])
-    assert 0.03 < told.took_s < TIMEOUT_S
+    outcome = call(TWO, *[says] * 5, Says())
+    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    assert 0.03 < outcome.took_s < TIMEOUT_S
 
 
 @pytest.mark.parametrize(
     ("says", "most"), [(NOT_FOUND, 10), (LOADING, 10), (REFUSED, 3)], ids=["not found", "loading", "refused"]
 )
 def test_a_host_that_refuses_is_lost_with_its_reason(says: Says, most: int) -> None:
-    told = call(TWO, says)
-    assert isinstance(told.found, HostUnavailable)
-    assert str(told.found).startswith(f"host 0 (m version 1 at {', '.join(TWO)}): {says.details}")
-    assert len(told.replicas.began) <= most
-    assert told.took_s < TIMEOUT_S
-    assert told.host.counts.retries == len(told.replicas.began) - 1
+    outcome = call(TWO, says)
+    assert isinstance(outcome.found, HostUnavailable)
+    assert str(outcome.found).startswith(f"host 0 (m version 1 at {', '.join(TWO)}): {says.details}")
+    assert len(outcome.replicas.began) <= most
+    assert outcome.took_s < TIMEOUT_S
+    assert outcome.host.counts.retries == len(outcome.replicas.began) - 1
 
 
 def test_a_host_where_nobody_listens_is_lost_long_before_the_time_is_over() -> None:
@@ -231,26 +231,26 @@ def test_a_host_where_nobody_listens_is_lost_long_before_the_time_is_over() -> N
 
 
 def test_a_fault_is_not_tried_again() -> None:
-    told = call(TWO, Says(grpc.StatusCode.INVALID_ARGUMENT, details="feature 'x': no"))
-    assert isinstance(told.found, HostUnavailable)
-    assert str(told.found).endswith(": INVALID_ARGUMENT: feature 'x': no")
-    assert len(told.replicas.began) == 1
+    outcome = call(TWO, Says(grpc.StatusCode.INVALID_ARGUMENT, details="feature 'x': no"))
+    assert isinstance(outcome.found, HostUnavailable)
+    assert str(outcome.found).endswith(": INVALID_ARGUMENT: feature 'x': no")
+    assert len(outcome.replicas.began) == 1
 
 
 def test_every_reason_is_told_once() -> None:
     """A wrong digest does not hide behind a replica where nobody listens, nor behind one that is silent."""
     digest = "expected the bundle with SHA-256 ffff of its manifest, this is eeee"
     wrong = Says(grpc.StatusCode.NOT_FOUND, details=digest)
-    told = call(TWO, wrong, REFUSED, wrong, REFUSED)
-    assert isinstance(told.found, HostUnavailable)
-    assert str(told.found).endswith(f"): {digest}; Connection refused")
-    assert len(told.replicas.began) > 2
+    outcome = call(TWO, wrong, REFUSED, wrong, REFUSED)
+    assert isinstance(outcome.found, HostUnavailable)
+    assert str(outcome.found).endswith(f"): {digest}; Connection refused")
+    assert len(outcome.replicas.began) > 2
     assert str(call(TWO, wrong, SILENT).found).endswith(f"): {digest}; no answer within 0.3 s")
 
 
 def test_what_a_host_says_is_cut_and_has_no_control_characters() -> None:
-    told = call(TWO, Says(grpc.StatusCode.INTERNAL, details="\x1b[2J\n\u202e" + 10**5 * "x"))
-    said = str(told.found)
+    outcome = call(TWO, Says(grpc.StatusCode.INTERNAL, details="\x1b[2J\n\u202e" + 10**5 * "x"))
+    said = str(outcome.found)
     assert said.isprintable()
     assert "INTERNAL: \\x1b[2J\\n\\u202exxx" in said
     assert len(said) < 500
@@ -260,14 +260,14 @@ EMPTY = Says(shape=(1, 0, 3), content=b"")
 
 
 def test_a_check_needs_one_replica_and_asks_for_all_segments_of_the_part() -> None:
-    told = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
-    assert told.found is None
-    _, *asked = (
+    outcome = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
+    assert outcome.found is None
+    _, *parameters = (
         {name: parameter.string_param for name, parameter in request.parameters.items()}
-        for request in told.replicas.requests
+        for request in outcome.replicas.requests
     )
     common = {"bundle": "f" * 64, "part_of": "p/0"}
-    assert asked == [common, {**common, "features": "x,y"}]
+    assert parameters == [common, {**common, "features": "x,y"}]
     assert isinstance(call(TWO, SILENT, do=Host.check).found, HostUnavailable)
 
 
@@ -276,10 +276,10 @@ WIDER = Says(shape=(1, 0, 4), content=b"")
 
 @pytest.mark.parametrize("says", [[WIDER], [EMPTY, WIDER]], ids=["without names", "with names"])
 def test_a_check_looks_at_the_width_with_and_without_names(says: list[Says]) -> None:
-    found = call(TWO, *says, do=Host.check).found
-    assert isinstance(found, InternalError)
-    assert "expected 'embeddings' of FP32" in str(found)
-    assert str(found).endswith(" [1, 0, 3], got 'embeddings' of 'FP32' [1, 0, 4]")
+    error = call(TWO, *says, do=Host.check).found
+    assert isinstance(error, InternalError)
+    assert "expected 'embeddings' of FP32" in str(error)
+    assert str(error).endswith(" [1, 0, 3], got 'embeddings' of 'FP32' [1, 0, 4]")
 
 
 def test_bytes_and_timeouts_are_counted() -> None:

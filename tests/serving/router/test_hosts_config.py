@@ -10,7 +10,7 @@ from serving.terminal.options import named
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         pytest.param({"addresses": {0: 5}}, "addresses 0: expected ", id="number"),
         pytest.param({"addresses": {0: None}}, "addresses 0: expected ", id="none"),
@@ -35,9 +35,9 @@ from serving.terminal.options import named
         ),
     ],
 )
-def test_hosts_of_another_type_are_refused_by_name(given: Any, message: str) -> None:
+def test_hosts_of_another_type_are_refused_by_name(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        HostsConfig(**given)
+        HostsConfig(**arguments)
 
 
 def test_a_host_is_named_once() -> None:

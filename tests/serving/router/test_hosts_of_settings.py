@@ -69,18 +69,18 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 
 @pytest.mark.promise("With mutual TLS only routers reach hosts")
 def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_path: Path) -> None:
-    own = only(closed.bundle.parents[1], [MODEL], tmp_path / "router")
+    router_repository = only(closed.bundle.parents[1], [MODEL], tmp_path / "router")
     metadata = tmp_path / "metadata.json"
     metadata.write_text(json.dumps(METADATA))
     configure(
-        own / MODEL,
+        router_repository / MODEL,
         {host: [closed.address] for host in (0, 1)},
         *("--hosts-root-certificates", str(closed.pems / "root.pem")),
         *("--hosts-certificate-chain", str(closed.pems / "router.pem")),
         *("--hosts-private-key", str(closed.pems / "router.key")),
         *("--hosts-metadata", str(metadata)),
     )
-    with running(own) as router, LookupClient(router.grpc, MODEL, 30) as client:
+    with running(router_repository) as router, LookupClient(router.grpc, MODEL, 30) as client:
         answer = client.lookup(ASKED)
     for name, rows in closed.one.lookup(ASKED).items():
         np.testing.assert_array_equal(answer[name], rows)

@@ -56,15 +56,15 @@ from tests.support.servers import Running, at_once, metric, stubs, tbe_serve, un
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    with faulty(tmp_path_factory.mktemp("faulty")) as found:
-        yield found
+    with faulty(tmp_path_factory.mktemp("faulty")) as started:
+        yield started
 
 
 def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
     """What needs the lost host is refused by name, or has zeros; all else is answered."""
     one = served.versions[1].one
-    kept = bags(served.kept, seed)
-    assert same(ask(kept), one.lookup(kept))
+    unaffected = bags(served.kept, seed)
+    assert same(ask(unaffected), one.lookup(unaffected))
     error = refusal(ask, bags(served.refused, seed))
     assert isinstance(error, ServerUnavailable)
     assert error.retryable
@@ -74,10 +74,12 @@ def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
     )
     assert served.relays["b"].address in str(error)
     mixed = bags(["b", "s", *served.kept], seed)
-    found, expected = ask(mixed), one.lookup(mixed)
-    assert not found["b"].any()
+    answer, expected = ask(mixed), one.lookup(mixed)
+    assert not answer["b"].any()
     assert expected["b"].any()
-    assert same(*({name: rows for name, rows in each.items() if name not in "bs"} for each in (found, expected)))
+    assert same(
+        *({name: rows for name, rows in outputs.items() if name not in "bs"} for outputs in (answer, expected))
+    )
 
 
 @pytest.mark.promise(
@@ -105,17 +107,19 @@ def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
     "Requests that need a lost host are refused with its name and its tables, and all others are answered"
 )
 def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
-    kept = [bags(served.kept, seed) for seed in range(12)]
+    unaffected = [bags(served.kept, seed) for seed in range(12)]
     lost = [bags(served.refused, seed) for seed in range(12)]
     before = metric(served.router, "tbe_calls_total", model=MODEL)
     with ExitStack() as stack, silent(served):
         asks = [stack.enter_context(by_router(served.router.grpc)) for _ in range(24)]
-        calls: list[Callable[[], Any]] = [partial(ask, each) for ask, each in zip(asks, [*kept, *lost], strict=True)]
-        found = at_once(calls)
+        calls: list[Callable[[], Any]] = [
+            partial(ask, request) for ask, request in zip(asks, [*unaffected, *lost], strict=True)
+        ]
+        answers = at_once(calls)
         assert metric(served.router, "tbe_calls_total", model=MODEL) - before < 24
-    for request, answer in zip(kept, found, strict=False):
+    for request, answer in zip(unaffected, answers, strict=False):
         assert same(answer, served.versions[1].one.lookup(request))
-    assert [type(each) for each in found[12:]] == [ServerUnavailable] * 12
+    assert [type(answer) for answer in answers[12:]] == [ServerUnavailable] * 12
     with by_router(served.router.grpc) as ask:
         until_answered(ask, lost[0])
 
@@ -126,18 +130,18 @@ def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
 def test_zeros_are_counted_by_table_and_a_mean_counts_the_ids_that_are_missing(served: Faulty) -> None:
     """A mean is what is left of the sum, over all ids of the bag."""
     one = served.versions[1].one
-    (kept,) = (each for each in one.bundle.manifest.plan.shards_by_table["shade"] if each.rank != rank_of(served))
-    here = list(range(kept.rows[0], kept.rows[0] + 3))
-    there = [row for row in range(95) if not kept.rows[0] <= row < kept.rows[1]][:2]
-    expected = one.lookup({"s": [here]})["s"] * np.float32(3) / np.float32(5)
+    (shard,) = (shard for shard in one.bundle.manifest.plan.shards_by_table["shade"] if shard.rank != rank_of(served))
+    local_rows = list(range(shard.rows[0], shard.rows[0] + 3))
+    there = [row for row in range(95) if not shard.rows[0] <= row < shard.rows[1]][:2]
+    expected = one.lookup({"s": [local_rows]})["s"] * np.float32(3) / np.float32(5)
     before = [metric(served.router, "tbe_zeroed_total", model=MODEL, table=table) for table in ZEROED]
     with by_router(served.router.grpc) as ask:
         with refused(served):
-            found = ask({"s": [here + there, here], "b": [[], []]})
-            found_too = ask({"s": [here], "b": [[1]]})
-        np.testing.assert_allclose(found["s"][0], expected[0], rtol=1e-6)
-        assert same({"s": found["s"][1:]}, one.lookup({"s": [here]}))  # needs nothing that is lost
-        assert same({"s": found_too["s"]}, one.lookup({"s": [here]}))
+            answer = ask({"s": [local_rows + there, local_rows], "b": [[], []]})
+            found_too = ask({"s": [local_rows], "b": [[1]]})
+        np.testing.assert_allclose(answer["s"][0], expected[0], rtol=1e-6)
+        assert same({"s": answer["s"][1:]}, one.lookup({"s": [local_rows]}))  # needs nothing that is lost
+        assert same({"s": found_too["s"]}, one.lookup({"s": [local_rows]}))
         assert not found_too["b"].any()
         after = [metric(served.router, "tbe_zeroed_total", model=MODEL, table=table) for table in ZEROED]
         assert [now - was for now, was in zip(after, before, strict=True)] == [1, 1]
@@ -172,17 +176,17 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
         ]
     }
     control, processes = control_of(served.router.grpc), stubs(served.router.triton, MODEL)
-    with silent(served), triton.InferenceServerClient(served.router.grpc) as theirs:
+    with silent(served), triton.InferenceServerClient(served.router.grpc) as triton_client:
         before = control.answered()[(MODEL, 1)]
         control.infer(MODEL, 1, nothing)
         until(lambda: control.answered()[(MODEL, 1)] == before + 1, "it is counted")
-        assert theirs.is_server_live()
-        assert theirs.is_model_ready(MODEL)
+        assert triton_client.is_server_live()
+        assert triton_client.is_model_ready(MODEL)
         with LookupClient(served.router.grpc, MODEL, 20) as client:
-            kept = bags(served.kept, 3)
-            client.lookup(kept)  # asks hosts that answer
+            unaffected = bags(served.kept, 3)
+            client.lookup(unaffected)  # asks hosts that answer
             with pytest.raises(ServerUnavailable, match=f"host {served.lost} "):
-                client.lookup(kept, every_host=True)
+                client.lookup(unaffected, every_host=True)
         done = tbe_serve("health", MODEL, "--url", served.router.grpc, "--timeout-s", "20")
         assert done.returncode == 1
         assert f"host {served.lost} ({MODEL}-host-{served.lost}" in re.sub(r"\s+", " ", done.stderr)
@@ -214,13 +218,13 @@ def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(se
 @pytest.mark.parametrize("kill", one_in(2, ["tritonserver", "model"]))
 def test_a_router_that_was_killed_is_started_again_even_while_a_host_is_lost(served: Faulty, kill: str) -> None:
     one = served.versions[1].one
-    kept, every = bags(served.kept, 8), bags(EVERY, 8)
+    unaffected, every = bags(served.kept, 8), bags(EVERY, 8)
     triton_ = served.router.triton
     with by_router(served.router.grpc) as ask:
         with refused(served):
             for process in stubs(triton_, MODEL) if kill == "model" else [triton_]:
                 process.kill()
-            assert same(until_answered(ask, kept), one.lookup(kept))
+            assert same(until_answered(ask, unaffected), one.lookup(unaffected))
             assert f"host {served.lost} (" in str(refusal(ask, every))
         assert same(until_answered(ask, every), one.lookup(every))
     with by_router(served.router.grpc, PAIRS) as ask:  # the tests below use it, and it is loaded last
@@ -270,9 +274,9 @@ def load_of(asks: list[Ask], *either: Engine) -> Iterator[list[object]]:
     def run(ask: Ask) -> None:
         while not ended.wait(BREATH_S):
             for request, expected in zip(requests, answers, strict=True):
-                found = outcome(ask, request)
-                if isinstance(found, ServingError) or not any(same(found, each) for each in expected):
-                    wrong.append(found)
+                answer = outcome(ask, request)
+                if isinstance(answer, ServingError) or not any(same(answer, right) for right in expected):
+                    wrong.append(answer)
 
     threads = [threading.Thread(target=run, args=(ask,)) for ask in asks]
     for thread in threads:

@@ -81,8 +81,8 @@ def opened(served: Served, **options: Any) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def engine(served: Served) -> Iterator[Engine]:
-    with opened(served) as found:
-        yield found
+    with opened(served) as loaded:
+        yield loaded
 
 
 def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
@@ -146,11 +146,11 @@ def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, 
     host = served.hosts[served.liar]
     answers: list[bytes] = []
 
-    def kept(response: Any, _: Any) -> Iterator[bytes]:
+    def keep_response(response: Any, _: Any) -> Iterator[bytes]:
         answers.append(response.SerializeToString())
         yield answers[-1]
 
-    host.behaviour = kept
+    host.behaviour = keep_response
     with opened(served) as engine:
         answers.clear()
         engine.lookup(request)

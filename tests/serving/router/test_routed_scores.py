@@ -81,19 +81,19 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
     bags, dense = zip(*(random_whole(np.random.default_rng(seed), 1 + seed) for seed in range(8)), strict=True)
     for each in bags:
         each["user_id"][0] = [1, 2]
-    asked = [*zip(bags, dense, strict=True), *zip((without(bag, needed) for bag in bags), dense, strict=True)]
-    expected = [one.score(*each) for each in asked]
+    requests = [*zip(bags, dense, strict=True), *zip((without(bag, needed) for bag in bags), dense, strict=True)]
+    expected = [one.score(*request) for request in requests]
     # By number of the request: right answers since it was last looked at, wrong ones, and what others were told.
-    right, wrong, told, stopped = Counter[int](), list[int](), list[tuple[int, str]](), threading.Event()
+    right, wrong, failures, stopped = Counter[int](), list[int](), list[tuple[int, str]](), threading.Event()
 
     def ask(first: int) -> None:
         with LookupClient(served.router.grpc, MODEL, 20, retries=Retries(attempts=1)) as client:
             while not stopped.wait(BREATH_S):
-                for number in range(first, len(asked), 4):
+                for number in range(first, len(requests), 4):
                     try:
-                        answer = client.score(*asked[number])
+                        answer = client.score(*requests[number])
                     except ServingError as error:
-                        told.append((number, str(error)))
+                        failures.append((number, str(error)))
                         continue
                     pairs = ((answer[name], numbers) for name, numbers in expected[number].items())
                     if all(np.allclose(*pair, rtol=0, atol=1e-5) for pair in pairs):
@@ -115,9 +115,9 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         askers: list[Future[Any]] = [pool.submit(ask, first) for first in range(4)]
         try:
             until_all_are_right(range(16))
-            assert not told
+            assert not failures
             served.servers[lost].process.kill()
-            until(lambda: len({number for number, _ in told[:]}) == 8, "refusals")
+            until(lambda: len({number for number, _ in failures[:]}) == 8, "refusals")
             askers.append(pool.submit(supervisor.wait))  # it is started anew only now, however soon all were asked
             until_all_are_right(range(16))
         finally:
@@ -126,7 +126,7 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         for each in askers:
             each.result()
         assert not wrong
-        for number, said in told:
+        for number, said in failures:
             assert number < 8, said
             assert f": host {lost} ({MODEL}-host-{lost} version 1" in said
         scores = engine.score(bags[3], dense[3])

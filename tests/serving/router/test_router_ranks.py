@@ -80,9 +80,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     # One server has all hosts, as far as answers go: each is a model of its own.
     with running(only(folder / "r", [host.model for host in hosts], folder / "hosts")) as server:
         addresses = {host.host: server.grpc for host in hosts}
-        own = only(folder / "r", [MODEL], folder / "router")
-        configure(own / MODEL, {host: [address] for host, address in addresses.items()})
-        with running(own) as routing:
+        router_repository = only(folder / "r", [MODEL], folder / "router")
+        configure(router_repository / MODEL, {host: [address] for host, address in addresses.items()})
+        with running(router_repository) as routing:
             yield Served(router, addresses, routing.grpc, routing, one, weighted)
 
 
@@ -118,11 +118,11 @@ def one(id_: int, weighted: bool) -> Any:
     return _arrays(np.random.default_rng(0), [[id_]], weighted)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert list(found) == list(expected)
+def assert_same(answer: Any, expected: Any) -> None:
+    assert list(answer) == list(expected)
     for name, rows in expected.items():
         bits = np.uint32 if rows.dtype == np.float32 else np.uint16
-        np.testing.assert_array_equal(found[name].view(bits), rows.view(bits), err_msg=name)
+        np.testing.assert_array_equal(answer[name].view(bits), rows.view(bits), err_msg=name)
 
 
 def test_a_router_answers_as_one_process_bit_for_bit(served: Served) -> None:
@@ -142,8 +142,8 @@ def test_requests_that_come_together_are_merged_into_one_call_a_host(served: Ser
     many = [request for seed in range(8) for request in requests(served, seed)]
     before = metric(served.metrics, "tbe_calls_total"), metric(served.metrics, "tbe_host_call_seconds_count")
     with LookupClient(served.router, MODEL, 120) as client:
-        found = at_once([partial(client.lookup, request) for request in many])
-    for request, answer in zip(many, found, strict=True):
+        answers = at_once([partial(client.lookup, request) for request in many])
+    for request, answer in zip(many, answers, strict=True):
         assert_same(answer, served.one.lookup(request))
     calls = metric(served.metrics, "tbe_calls_total") - before[0]
     to_hosts = metric(served.metrics, "tbe_host_call_seconds_count") - before[1]
@@ -165,7 +165,7 @@ def test_what_needs_no_host_asks_none(served: Served) -> None:
 @pytest.mark.long
 def test_bytes_are_those_of_local_rows_and_sums(served: Served) -> None:
     """INT32 rows and lengths out, FP32 weights where there are any, and FP32 sums in."""
-    (spec,) = (each for each in SPECS if each.name == "table_wise_SUM_FP32")
+    (spec,) = (candidate for candidate in SPECS if candidate.name == "table_wise_SUM_FP32")
     manifest = open_bundle(served.bundle).manifest
     (shard,) = manifest.plan.shards_by_table[spec.name]
     host = str(manifest.plan.ranks[shard.rank].host)
@@ -231,27 +231,27 @@ def test_every_replica_is_seen_by_itself(served: Served) -> None:
     manifest = open_bundle(served.bundle).manifest
     addresses = {host: [address, "127.0.0.1:1"] for host, address in served.addresses.items()}
     addresses[3] = ["localhost:1"]
-    found = asyncio.run(replicas_of(manifest, HostsConfig(addresses=addresses, timeout_s=20)))
-    assert [(each.host, each.model, each.version) for each in found] == [
+    hosts = asyncio.run(replicas_of(manifest, HostsConfig(addresses=addresses, timeout_s=20)))
+    assert [(host.host, host.model, host.version) for host in hosts] == [
         (n, f"{MODEL}-host-{n}", 1) for n in range(4)
     ]
-    for each in found[:3]:
-        up, down = each.replicas
-        assert (up.address, up.problem, down.address) == (served.addresses[each.host], None, "127.0.0.1:1")
+    for replica_host in hosts[:3]:
+        up, down = replica_host.replicas
+        assert (up.address, up.problem, down.address) == (served.addresses[replica_host.host], None, "127.0.0.1:1")
         assert down.problem is not None
         assert "Connection refused" in down.problem
-    assert {replica.address for replica in found[3].replicas} <= {"127.0.0.1:1", "[::1]:1"}
-    assert found[3].up == 0
+    assert {replica.address for replica in hosts[3].replicas} <= {"127.0.0.1:1", "[::1]:1"}
+    assert hosts[3].up == 0
 
 
 def test_a_replica_of_another_export_is_not_up(served: Served) -> None:
     manifest = open_bundle(served.bundle).manifest
     other = [msgspec.structs.replace(host, manifest="0" * 64) for host in manifest.hosts[:1]]
-    another = [msgspec.structs.replace(host, version=2) for host in manifest.hosts[1:2]]
-    changed = msgspec.structs.replace(manifest, hosts=(*other, *another, *manifest.hosts[2:]))
-    found = asyncio.run(replicas_of(changed, HostsConfig(addresses=served.addresses, timeout_s=20)))
-    assert [each.up for each in found] == [0, 0, 1, 1]
-    problems = [each.replicas[0].problem or "" for each in found]
+    re_exported = [msgspec.structs.replace(host, version=2) for host in manifest.hosts[1:2]]
+    changed = msgspec.structs.replace(manifest, hosts=(*other, *re_exported, *manifest.hosts[2:]))
+    hosts = asyncio.run(replicas_of(changed, HostsConfig(addresses=served.addresses, timeout_s=20)))
+    assert [host.up for host in hosts] == [0, 0, 1, 1]
+    problems = [host.replicas[0].problem or "" for host in hosts]
     assert "expected the bundle with SHA-256 0000" in problems[0]
     assert f"{MODEL}-host-1" in problems[1]
 

@@ -57,15 +57,15 @@ def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
         certificate_chain=pems / "client.pem",
         private_key=pems / "client.key",
     )
-    own = only(bundle.parent.parent, [MODEL], tmp_path / "router")
+    router_repository = only(bundle.parent.parent, [MODEL], tmp_path / "router")
     named = {
         "--hosts-root-certificates": tls.root_certificates,
         "--hosts-certificate-chain": tls.certificate_chain,
         "--hosts-private-key": tls.private_key,
     }
     options = [part for option, path in named.items() for part in (option, str(path))]
-    configure(own / MODEL, addresses, "--shard-timeout-ms", "10000", *options)
-    with running(own) as router, LookupClient(router.grpc, MODEL, 60) as client:
+    configure(router_repository / MODEL, addresses, "--shard-timeout-ms", "10000", *options)
+    with running(router_repository) as router, LookupClient(router.grpc, MODEL, 60) as client:
         routed = client.lookup(bags)
     with Engine.open(bundle, HostsConfig(addresses=addresses, timeout_s=10, tls=tls)) as engine:
         alone = engine.lookup(bags)
@@ -98,12 +98,14 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
         ) as hosts,
         ThreadPoolExecutor(1) as pool,
     ):
-        own = only(repository, [MODEL], tmp_path / "router")
+        router_repository = only(repository, [MODEL], tmp_path / "router")
         named = ("--hosts-root-certificates", "root.pem", "--hosts-certificate-chain", "client.pem", "--hosts-private-key", "client.key")  # fmt: skip
-        options = [each if each.startswith("--") else str(shared / each) for each in named]
+        options = [option if option.startswith("--") else str(shared / option) for option in named]
         address = hosts.grpc.replace("127.0.0.1", "localhost")
-        configure(own / MODEL, {host: [address] for host in range(3)}, "--shard-timeout-ms", "10000", *options)
-        with running(own, *tls, *age) as router:
+        configure(
+            router_repository / MODEL, {host: [address] for host in range(3)}, "--shard-timeout-ms", "10000", *options
+        )
+        with running(router_repository, *tls, *age) as router:
             url = router.grpc.replace("127.0.0.1", "localhost")
 
             def ask() -> int:
@@ -123,7 +125,7 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
             asking = pool.submit(ask)
             try:
                 for step in ("both", "certificates", "new alone"):
-                    before = {each.triton.pid for each in (hosts, router)}
+                    before = {server.triton.pid for server in (hosts, router)}
                     if step == "certificates":
                         for name in ("server.pem", "server.key", "client.pem", "client.key"):
                             shutil.copyfile(new / name, shared / name)
@@ -146,8 +148,8 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
 
 def _is_another(server: Running, before: set[int]) -> bool:
     """Whether a process of tritonserver that was not there `before` is the only one."""
-    here = [process.pid for process in tritonservers_of(server.process)]
-    return len(here) == 1 and here[0] not in before
+    pids = [process.pid for process in tritonservers_of(server.process)]
+    return len(pids) == 1 and pids[0] not in before
 
 
 def test_metadata_is_read_anew_when_its_file_changes(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def options(access: Access) -> dict[str, str]:
 
 def test_by_default_this_machine_alone_and_only_lookups() -> None:
     assert "http-address" not in options(Access())
-    found = options(Access(http=True))
-    assert {found[f"{name}-address"] for name in ("grpc", "http")} == {"127.0.0.1"}
+    flags = options(Access(http=True))
+    assert {flags[f"{name}-address"] for name in ("grpc", "http")} == {"127.0.0.1"}
     closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
-    assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
+    assert flags["grpc-restricted-protocol"] == flags["http-restricted-api"] == closed
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
@@ -44,13 +44,13 @@ def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) 
     ):
         Access(host=host)
     tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
-    found = options(Access(host=host, http=True, tls=tls))
+    flags = options(Access(host=host, http=True, tls=tls))
     # Triton speaks HTTP in the clear alone: it stays.
-    assert (found["grpc-address"], found["http-address"]) == (host, "127.0.0.1")
-    assert found["grpc-use-ssl"] == "true"
-    found = options(Access(host=host, http=True, insecure=True))
-    assert (found["grpc-address"], found["http-address"]) == (host, host)
-    assert "grpc-use-ssl" not in found
+    assert (flags["grpc-address"], flags["http-address"]) == (host, "127.0.0.1")
+    assert flags["grpc-use-ssl"] == "true"
+    flags = options(Access(host=host, http=True, insecure=True))
+    assert (flags["grpc-address"], flags["http-address"]) == (host, host)
+    assert "grpc-use-ssl" not in flags
 
 
 @pytest.mark.parametrize("host", ["localhost", "lookup.example", "::1", "10.1.2", ""])
@@ -69,14 +69,14 @@ def test_this_machine_needs_no_tls(host: str) -> None:
 
 def test_certificates_of_clients_are_asked_for(pems: Path) -> None:
     tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key", client_root=pems / "root.pem")
-    found = options(Access(tls=tls))
-    assert found["grpc-use-ssl-mutual"] == "true"
-    assert found["grpc-root-cert"] == str(pems / "root.pem")
+    flags = options(Access(tls=tls))
+    assert flags["grpc-use-ssl-mutual"] == "true"
+    assert flags["grpc-root-cert"] == str(pems / "root.pem")
 
 
 def test_what_is_allowed_is_left_out_and_what_is_none_of_it_refused() -> None:
-    found = options(Access(allow=("shared-memory", "trace")))
-    assert found["grpc-restricted-protocol"].partition(":")[0] == "model-repository,logging"
+    flags = options(Access(allow=("shared-memory", "trace")))
+    assert flags["grpc-restricted-protocol"].partition(":")[0] == "model-repository,logging"
     assert "grpc-restricted-protocol" not in options(Access(allow=RESTRICTED))
     with pytest.raises(
         ConfigurationError, match="--allow inference: expected one of model-repository, shared-memory"
@@ -113,9 +113,9 @@ GOOD, EXPIRED, TO_COME = (NOW - DAY, NOW + DAY), (NOW - 2 * DAY, NOW - DAY), (NO
 def pem(valid: tuple[datetime, datetime], *, is_authority: bool) -> bytes:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lookup.test")])
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, *valid)
-    made = made.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, *valid)
+    builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,11 @@ REFUSED = [
         pytest.param(
             linked(name), rf"{Path(name).name}: cannot be read: expected a file, got a symbolic link", id=name
         )
-        for name in ("config.pbtxt", "config.sig", *(f"2/{each}" for each in sorted(VERSION_FILES - {"model.py"})))
+        for name in (
+            "config.pbtxt",
+            "config.sig",
+            *(f"2/{file_name}" for file_name in sorted(VERSION_FILES - {"model.py"})),
+        )
     ),
 ]
 
@@ -164,7 +168,8 @@ def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> 
 @pytest.mark.promise("A pipe, device, socket, link or endless file in place of a file is refused without waiting")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
-    "name", ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{each}" for each in sorted(VERSION_FILES))]
+    "name",
+    ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{file_name}" for file_name in sorted(VERSION_FILES))],
 )
 def test_nothing_in_place_of_a_file_is_waited_for(target: Target, name: str, kind: Callable[[Path], None]) -> None:
     path = put(target.model / name, kind)

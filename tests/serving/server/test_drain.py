@@ -133,14 +133,14 @@ def test_a_stop_loses_no_call_of_plain_clients(repository: Path, tmp_path: Path,
         proxy = stack.enter_context(Relay(first.grpc))
         in_turn = stack.enter_context(calling(f"ipv4:{first.grpc},{second.grpc}", authority))
         proxied = stack.enter_context(calling(f"ipv4:{proxy.address}", authority))
-        for each in (in_turn, proxied):
-            wait_for_more(each)
+        for calls in (in_turn, proxied):
+            wait_for_more(calls)
         first.process.terminate()
         wait_until(lambda: not is_ready(first), "it stays ready")
         proxy.target = second.grpc
         code, said = ended(first)
-        for each in (in_turn, proxied):
-            wait_for_more(each)
+        for calls in (in_turn, proxied):
+            wait_for_more(calls)
     assert code == 0
     assert (in_turn.lost, proxied.lost) == ([], [])
     assert [word for word in ("drains for up to", "stopping: ", "stopped") if word not in said] == []

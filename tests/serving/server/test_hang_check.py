@@ -30,9 +30,9 @@ def hangs_after(monkeypatch: pytest.MonkeyPatch, settings: ServingSettings) -> i
     }
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    asked = HangCheck("m", 1, config)
-    asked.is_overdue(1, NOWHERE)
-    while not asked.is_overdue(1, NOWHERE):
+    check = HangCheck("m", 1, config)
+    check.is_overdue(1, NOWHERE)
+    while not check.is_overdue(1, NOWHERE):
         now += 1
     return int(now) - 1
 

@@ -136,8 +136,8 @@ def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: P
     """A file that was renewed since is not what is served."""
     health = HealthState(tls=tls_of(pems))
     health.reload_certificate()
-    seen = x509.load_pem_x509_certificate((pems / "server.pem").read_bytes()).not_valid_after_utc.timestamp()
-    line = f"\ntbe_certificate_expires_timestamp_seconds {seen:.0f}\n".encode()
+    expiry = x509.load_pem_x509_certificate((pems / "server.pem").read_bytes()).not_valid_after_utc.timestamp()
+    line = f"\ntbe_certificate_expires_timestamp_seconds {expiry:.0f}\n".encode()
     assert line in health.metrics()
     renewed = write_certificates(pems / "renewed", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
     for name in ("server.pem", "server.key"):
@@ -216,8 +216,8 @@ def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
 
 @pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
 def test_who_holds_connections_keeps_no_probe_out() -> None:
-    with listening() as address, ExitStack() as held:
-        clients = [held.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(300)]
+    with listening() as address, ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(300)]
         for client in clients[::2]:
             with suppress(OSError):
                 client.sendall(b"GET /readyz HTTP/1.1\r\n")
@@ -278,8 +278,8 @@ def test_handshakes_that_never_end_take_a_bounded_number_of_files(
     monkeypatch.setattr(health_http, "_MOST_HANDSHAKES", 10)
     monkeypatch.setattr(health_http, "_HANDSHAKE_S", 1.0)
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
-    with listening(access=Access(tls=tls_of(pems), operations_tls=True)) as address, ExitStack() as held:
-        clients = [held.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(50)]
+    with listening(access=Access(tls=tls_of(pems), operations_tls=True)) as address, ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(50)]
         for client in clients:  # 40 at once, and the others when their time is over
             with suppress(ConnectionResetError):
                 assert client.recv(1) == b""
@@ -326,8 +326,8 @@ def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
                 "expected the token: `Authorization: Bearer TOKEN`\n",
             )
         assert asked(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (200, (OWN + PAGE).decode())
-        told = answer_to(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"WWW-Authenticate: Bearer\r\n" in told
+        response = answer_to(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"WWW-Authenticate: Bearer\r\n" in response
 
 
 @pytest.mark.parametrize("token", ["", "two words", "a\nb", "ümlaut", "a:b"])
@@ -357,8 +357,8 @@ def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_port_that_was_taken_meanwhile_is_said() -> None:
     with socket.socket() as other, socket.socket() as listener:
-        for each in (other, listener):
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for sock in (other, listener):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 0))
         listener.bind(other.getsockname())
         other.listen()

@@ -63,9 +63,9 @@ def tritonservers(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return sorted(psutil.Process(process.pid).children(), key=psutil.Process.create_time)
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(answer: Any, expected: Any) -> None:
     for name, rows in expected.items():
-        np.testing.assert_array_equal(found[name], rows)
+        np.testing.assert_array_equal(answer[name], rows)
 
 
 @contextmanager
@@ -84,9 +84,9 @@ def lines(process: "subprocess.Popen[str]", count: int) -> list[str]:
     """What it prints when it is ready."""
     assert process.stdout is not None
     assert process.stderr is not None
-    found = [process.stdout.readline() for _ in range(count)]
-    assert all(found), process.stderr.read()
-    return found
+    printed = [process.stdout.readline() for _ in range(count)]
+    assert all(printed), process.stderr.read()
+    return printed
 
 
 def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Published) -> None:
@@ -114,9 +114,9 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
         assert process.wait(PATIENT_S) == 0
         assert [triton for triton in tritons if triton.is_running()] == []
         assert process.stderr is not None
-        told = process.stderr.read()
-        assert " ERROR tbe-serve server_died: host 0: tritonserver died (SIGKILL); restarting" in told
-        assert " ERROR tbe-serve server_died: tritonserver died (SIGKILL); restarting" in told
+        log = process.stderr.read()
+        assert " ERROR tbe-serve server_died: host 0: tritonserver died (SIGKILL); restarting" in log
+        assert " ERROR tbe-serve server_died: tritonserver died (SIGKILL); restarting" in log
 
 
 @pytest.mark.long

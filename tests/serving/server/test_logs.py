@@ -43,14 +43,14 @@ def test_all_that_happens_is_a_line_of_json(tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
         reader.join(60)
     events = [json.loads(line) for line in lines]
-    for each in events:
-        assert {"time", "level", "source", "event", "message"} <= each.keys()
-        assert "\x1b" not in each["message"]
+    for entry in events:
+        assert {"time", "level", "source", "event", "message"} <= entry.keys()
+        assert "\x1b" not in entry["message"]
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     for event, expected in EVENTS.items():
-        found = [each for each in events if each["event"] == event]
-        assert {(each["level"], each["source"]) for each in found} == {expected}, event
-        assert {each["model"] for each in found} == {"m"}
+        of_event = [entry for entry in events if entry["event"] == event]
+        assert {(entry["level"], entry["source"]) for entry in of_event} == {expected}, event
+        assert {entry["model"] for entry in of_event} == {"m"}
     (switched,) = [event for event in events if event["event"] == "switched"]
     assert (switched["version"], switched["message"]) == (1, "model 'm': serves version 1, before 2")
     assert {event["version"] for event in events if event["event"] in ("model_died", "model_recovered")} == {1}

@@ -27,11 +27,11 @@ def test_the_memory_of_a_process_is_what_psutil_says(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "mapped\n"
-            memory, theirs = process_memory(process.pid), psutil.Process(process.pid).memory_full_info()
+            memory, expected = process_memory(process.pid), psutil.Process(process.pid).memory_full_info()
             assert memory is not None
             assert memory.mapped == 4 * mmap.PAGESIZE
             # Whoever starts or ends in between shares some of its pages.
-            assert abs(memory.share - theirs.pss) < theirs.pss / 2
+            assert abs(memory.share - expected.pss) < expected.pss / 2
             assert memory.share <= memory.resident
         finally:
             process.kill()

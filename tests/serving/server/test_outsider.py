@@ -56,13 +56,13 @@ def signed(place: Path, memory: str = "mapped") -> Path:
 
 def below(*folders: Path) -> set[Path]:
     """All that lies in folders, but not what others remove meanwhile."""
-    found = set()
+    paths = set()
     for folder in folders:
         for path in folder.rglob("*"):
             with suppress(FileNotFoundError):
                 path.lstat()
-                found.add(path)
-    return found
+                paths.add(path)
+    return paths
 
 
 def wait_for_capture(path: Path) -> None:
@@ -89,14 +89,14 @@ def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_mak
         children = psutil.Process(server.process.pid).children(recursive=True)
         processes = [server.process.pid, *(child.pid for child in children)]
         mine = {path for path in {*SHARED.iterdir()} - shared if is_of(path, processes, server.process.pid)}
-        made = below(place / "tmp", place / "captured") | mine
+        created = below(place / "tmp", place / "captured") | mine
         # Nothing was overlooked: a socket, regions, keys, a live copy of the weights, what was captured.
-        assert any(stat.S_ISSOCK(path.lstat().st_mode) for path in made)
-        assert {path.name for path in made} >= {"weights.0.bin", "m.jsonl", "manifest.json", "config.pbtxt"}
+        assert any(stat.S_ISSOCK(path.lstat().st_mode) for path in created)
+        assert {path.name for path in created} >= {"weights.0.bin", "m.jsonl", "manifest.json", "config.pbtxt"}
         assert len(mine) >= 3
         assert any(path.name.startswith("tbe-live-") for path in mine)
-        assert any(path.suffix == ".json" and path.parent.name == "tbe-serve-0" for path in made)
-        assert try_all(sorted(made), processes) == set()
+        assert any(path.suffix == ".json" and path.parent.name == "tbe-serve-0" for path in created)
+        assert try_all(sorted(created), processes) == set()
         assert client.lookup({"x": [[1]]}).version == 1
 
 
@@ -104,10 +104,10 @@ def is_of(path: Path, processes: list[int], server: int) -> bool:
     """Whether a file in /dev/shm is of these processes: others serve at the same time."""
     try:
         maps = "".join((Path("/proc") / str(process) / "maps").read_text() for process in processes)
-        held = {file.path for file in psutil.Process(server).open_files()}
+        opened = {file.path for file in psutil.Process(server).open_files()}
     except (OSError, psutil.Error):
         return False
-    return str(path) in maps or str(path) in held
+    return str(path) in maps or str(path) in opened
 
 
 @pytest.mark.promise("The shared copy of weights is readable by the server's user alone")
@@ -132,10 +132,10 @@ def test_the_log_of_a_server_is_its_user_s_alone(place: Path) -> None:
 def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(place: Path) -> None:
     """The user that exports and the one that serves differ."""
     signed(place)
-    made = below(place / "r")
-    assert len(made) > 6
-    expected = {("list" if path.is_dir() else "read", str(path)) for path in made}
-    assert try_all(sorted(made), []) == expected
+    created = below(place / "r")
+    assert len(created) > 6
+    expected = {("list" if path.is_dir() else "read", str(path)) for path in created}
+    assert try_all(sorted(created), []) == expected
 
 
 def test_another_user_would_be_noticed(place: Path) -> None:
@@ -151,7 +151,7 @@ def test_another_user_would_be_noticed(place: Path) -> None:
         listener.bind(str(folder / "socket"))
         listener.listen()
         (folder / "socket").chmod(0o777)
-        found = try_all([folder / "read", folder / "changed", folder / "socket", folder], [])
-    assert found >= {("read", f"{folder}/read"), ("rename", f"{folder}/read"), ("list", str(folder))}
-    assert found >= {(name, f"{folder}/changed") for name in ("read", "write", "truncate")}
-    assert found >= {("connect", f"{folder}/socket"), ("create", str(folder))}
+        possible = try_all([folder / "read", folder / "changed", folder / "socket", folder], [])
+    assert possible >= {("read", f"{folder}/read"), ("rename", f"{folder}/read"), ("list", str(folder))}
+    assert possible >= {(name, f"{folder}/changed") for name in ("read", "write", "truncate")}
+    assert possible >= {("connect", f"{folder}/socket"), ("create", str(folder))}

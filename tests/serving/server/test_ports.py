@@ -18,8 +18,12 @@ from tests.support.servers import FREE
 
 def test_servers_that_start_together_take_different_ports() -> None:
     with contextlib.ExitStack() as starting:
-        taken = [starting.enter_context(free_ports(Access(http=True), FREE)) for _ in range(300)]
-    chosen = [port for each in taken for port in (each.grpc, each.http, each.operations)]
+        taken_ports = [starting.enter_context(free_ports(Access(http=True), FREE)) for _ in range(300)]
+    chosen = [
+        port
+        for server_ports in taken_ports
+        for port in (server_ports.grpc, server_ports.http, server_ports.operations)
+    ]
     assert len(set(chosen)) == 900
 
 
@@ -89,9 +93,9 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
         present = start("0")
         assert handover.can_direct_to(present.pid)
         for name in "123456":
-            held = socket.create_connection(("127.0.0.1", port))
-            stack.callback(held.close)
-            assert held.recv(1) == str(int(name) - 1).encode()
+            connection = socket.create_connection(("127.0.0.1", port))
+            stack.callback(connection.close)
+            assert connection.recv(1) == str(int(name) - 1).encode()
             failed = start("-")  # ends before it is led to
             assert answers(port) == {str(int(name) - 1): 50}
             end(failed)
@@ -121,12 +125,16 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
         assert answers(port) == {"last": 50}
         assert not handover.has_connections(following.pid)
         following.send_signal(signal.SIGSTOP)  # it accepts nothing
-        held = socket.create_connection(("127.0.0.1", port))
-        stack.callback(held.close)
+        connection = socket.create_connection(("127.0.0.1", port))
+        stack.callback(connection.close)
         assert handover.has_connections(following.pid)
 
 
 def gate_sockets(port: int) -> list[int]:
     """Sockets of this process that listen on a port."""
-    here = psutil.Process().net_connections("tcp")
-    return [each.fd for each in here if each.laddr.port == port and each.status == psutil.CONN_LISTEN]
+    connections = psutil.Process().net_connections("tcp")
+    return [
+        connection.fd
+        for connection in connections
+        if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+    ]

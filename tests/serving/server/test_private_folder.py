@@ -27,9 +27,9 @@ def test_what_is_not_expected_is_left_out(target: Target) -> None:
     for folder in (target.newest, target.model, target.model / "1", target.repository):
         add_code(target, folder)
     (target.newest / "model.py").write_text(target.code)
-    found = served_files(target)
-    assert found.keys() == expected_files()
-    assert b"from serving.backend import TritonPythonModel" in found["m/2/model.py"]
+    files = served_files(target)
+    assert files.keys() == expected_files()
+    assert b"from serving.backend import TritonPythonModel" in files["m/2/model.py"]
 
 
 @pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
@@ -144,10 +144,10 @@ def test_what_a_killed_server_left_is_removed(target: Target, tmp_path: Path) ->
         f"with private_folder(Path({str(target.repository)!r}), ['m'], trust): os.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    (left,) = folder.iterdir()
+    (leftover,) = folder.iterdir()
     with private_folder(target.repository, ["m"], Trust(keys=target.trusted, folder=folder)) as private:
         assert [str(path) for path in folder.iterdir()] == [private.path]
-        assert not left.exists()
+        assert not leftover.exists()
         # One that is in use stays.
         with private_folder(target.repository, ["m"], Trust(keys=target.trusted, folder=folder)):
             assert Path(private.path).exists()

@@ -48,7 +48,7 @@ def kill_stubs(triton: psutil.Process, model: str, count: int | None = None) -> 
 def test_health_tells_the_truth_where_triton_does_not(repository: Path, tmp_path: Path) -> None:
     with (
         run_server(repository, FREE, log=tmp_path / "log") as server,
-        triton.InferenceServerClient(server.grpc) as theirs,
+        triton.InferenceServerClient(server.grpc) as triton_client,
     ):
         done = tbe_serve("health", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n")
@@ -57,7 +57,7 @@ def test_health_tells_the_truth_where_triton_does_not(repository: Path, tmp_path
         done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "5")
         assert done.returncode == 1
         assert "m" in done.stderr
-        assert theirs.is_model_ready("m"), "Triton notices by itself: then this is not needed any more"
+        assert triton_client.is_model_ready("m"), "Triton notices by itself: then this is not needed any more"
         server.process.kill()  # it would wait for the dead model until its exit timeout
 
 

@@ -69,27 +69,28 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, round
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     bundles = {version: export_version(repository, version) for version in (1, 2)}
     release(model, 1)
-    seen, stopped = Seen(), threading.Event()
+    answers, stopped = Seen(), threading.Event()
     with running(repository, "--follow", "--unload-after-s", "0.5", within=read_only(repository)) as server:
         said = Said(server)
         assert control_of(server).ready("m") == (1,)
         askers = [
-            threading.Thread(target=ask_until, args=(stopped, server.grpc, bundles, seed, seen)) for seed in range(3)
+            threading.Thread(target=ask_until, args=(stopped, server.grpc, bundles, seed, answers))
+            for seed in range(3)
         ]
         for asker in askers:
             asker.start()
         try:
-            seen.wait_for_clients(len(askers))
+            answers.wait_for_clients(len(askers))
             for version in (2, 1) * rounds:
                 release(model, version)
                 wait_for_versions(server, version)
-                seen.wait_for(version)
+                answers.wait_for(version)
         finally:
             stopped.set()
             for asker in askers:
                 asker.join()
-        assert (seen.failed, seen.wrong) == ([], [])
-        assert set(seen.versions) == {1, 2}
+        assert (answers.failed, answers.wrong) == ([], [])
+        assert set(answers.versions) == {1, 2}
         # What has served beside another since comes back alone.
         with LookupClient(server.grpc, "m", 30) as client:
             server.triton.kill()
@@ -147,11 +148,11 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         for path, content in files.items():
             path.write_bytes(content)
 
-    def kept() -> dict[Path, bytes]:
+    def copied_files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in target.repository.glob("m.release.*")}
 
     release(target.model, 1, key=target.key)
-    first = kept()
+    first = copied_files()
     signed = ("--follow", "--trusted-keys", str(target.trusted), "--min-version", "1")
     with running(target.repository, *signed, "--unload-after-s", "1000") as server:
         said = Said(server)
@@ -159,7 +160,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         release(target.model, 2, key=target.key)
         wait_for_versions(server, 1, 2)  # 1 serves on, for callers that name it
         assert answers(server.grpc, seed=2) == 2
-        second = kept()
+        second = copied_files()
 
         put(first)
         said.wait_for("release refused; version 2 continues: ")

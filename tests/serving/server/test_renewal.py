@@ -93,7 +93,7 @@ class Asked:
 @contextmanager
 def asking(address: str, roots: Path) -> Iterator[Asked]:
     """Ask all the time. Plain clients do not ask again, but for what gRPC knows that no server has begun."""
-    ended, asked = threading.Event(), Asked()
+    ended, results = threading.Event(), Asked()
     credentials = grpc.ssl_channel_credentials(roots.read_bytes())
     alone = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -102,9 +102,9 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
             while not ended.is_set():
                 try:
                     client.lookup(ASKED)
-                    asked.answers["ours"] += 1
+                    results.answers["ours"] += 1
                 except ServingError as error:
-                    asked.failed.append(f"ours: {error}")
+                    results.failed.append(f"ours: {error}")
 
     def plain(name: str, calls: int) -> None:
         while not ended.is_set():
@@ -113,9 +113,9 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
                 while not ended.is_set() and calls:
                     try:
                         assert stub.ModelReady(ModelReadyRequest(name="m")).ready
-                        asked.answers[name] += 1
+                        results.answers[name] += 1
                     except (grpc.RpcError, AssertionError) as error:
-                        asked.failed.append(f"{name}: {error!r}")
+                        results.failed.append(f"{name}: {error!r}")
                     time.sleep(0.002)
                     if calls == 1:
                         break
@@ -123,7 +123,7 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
     with ThreadPoolExecutor(4) as pool:
         threads = [pool.submit(ours), pool.submit(plain, "lasting", -1), pool.submit(plain, "new", 1)]
         try:
-            yield asked
+            yield results
         finally:
             ended.set()
         for thread in threads:
@@ -137,8 +137,8 @@ def processes(server: Running) -> set[int]:
 
 def is_over(server: Running, pems: Pems, name: str, before: set[int]) -> bool:
     """Whether a server has gone over to certificates, and the process that served those before has ended."""
-    found = processes(server)
-    return pems.are_served(server, name) and len(found) == 1 and not found & before
+    pids = processes(server)
+    return pems.are_served(server, name) and len(pids) == 1 and not pids & before
 
 
 def restarts(server: Running) -> int:
@@ -157,20 +157,20 @@ def test_renewed_certificates_are_served_without_a_failed_call(
     """And the server goes on to be switched and mended as before."""
     with (
         running(repository, "--host", host, *pems.tls, *AGE) as server,
-        asking(pems.url(server), pems.roots) as asked,
+        asking(pems.url(server), pems.roots) as results,
     ):
         for name in names:
             before = processes(server)
             pems.renew(name)
             wait_until(partial(is_over, server, pems, name, before), f"{name} is not served")
-            asked.answers = dict.fromkeys(asked.answers, 0)
-            wait_until(lambda: min(asked.answers.values()) > 5, "no answers")
-        assert asked.failed == []
+            results.answers = dict.fromkeys(results.answers, 0)
+            wait_until(lambda: min(results.answers.values()) > 5, "no answers")
+        assert results.failed == []
         assert page(server, "/readyz?verbose") == "ready\n"
         assert restarts(server) == 0
         export_model(collection(SUM), repository, "m")
         assert tbe_serve("load", "m", "--url", pems.url(server)).stdout == "m: version 1 → 2\n"
-        assert asked.failed == []
+        assert results.failed == []
         assert {host for host, _ in listening(server.triton)} == {host if host == "0.0.0.0" else f"::ffff:{host}"}
         server.triton.kill()
         wait_until(lambda: restarts(server) == 1, "it is not started anew")
@@ -197,16 +197,16 @@ def test_what_is_loaded_while_another_takes_its_place_is_served_from_then_on(
             release(repository / "m", [2])
         else:
             assert tbe_serve("load", "m", "--version", "2", "--url", server.grpc).stdout == "m: version 1 → 2\n"
-        seen, until = [1], time.monotonic() + PATIENCE_S
-        while seen[-1] == 1 or not is_over(server, pems, "second", before):
+        versions, until = [1], time.monotonic() + PATIENCE_S
+        while versions[-1] == 1 or not is_over(server, pems, "second", before):
             assert time.monotonic() < until
             with LookupClient(server.grpc, "m", 60, tls=Tls(root_certificates=pems.roots)) as client:
-                seen.append(client.lookup(ASKED).version)
+                versions.append(client.lookup(ASKED).version)
             credentials = grpc.ssl_channel_credentials(pems.roots.read_bytes())
             with grpc.secure_channel(server.grpc, credentials, [("grpc.use_local_subchannel_pool", 1)]) as channel:
                 named = GRPCInferenceServiceStub(channel).ModelReady(ModelReadyRequest(name="m", version="2"))
-                assert named.ready or seen[-1] == 1
-        assert seen == sorted(seen)
+                assert named.ready or versions[-1] == 1
+        assert versions == sorted(versions)
         code, said = stopped(server)
         assert code == 0
         assert "renewal_failed" not in said
@@ -223,21 +223,21 @@ def test_rows_stay_fresh_while_another_takes_its_place(tmp_path: Path, pems: Pem
     ):
         before = processes(server)
         pems.renew("second")
-        number, seen, until = 0, [0.0], time.monotonic() + PATIENCE_S
-        while len(seen) < 3 or not is_over(server, pems, "second", before):
+        number, answers, until = 0, [0.0], time.monotonic() + PATIENCE_S
+        while len(answers) < 3 or not is_over(server, pems, "second", before):
             assert time.monotonic() < until
             number += 1
             publish_number(bundle, number, [3], 16)
-            seen += [client.lookup({"x": [[3]]})["x"][0, 0].item() for _ in range(20)]
+            answers += [client.lookup({"x": [[3]]})["x"][0, 0].item() for _ in range(20)]
         assert (
             len([*Path("/dev/shm").glob(f"{LIVE_PREFIX}{server.process.pid}-*")]) <= 1
         )  # none: there are huge pages
         wait_until(lambda: client.lookup({"x": [[3]]})["x"][0].tolist() == [number] * 16, "the last delta is missing")
-    first = [each in range(1, number + 1) for each in seen].index(
+    first = [value in range(1, number + 1) for value in answers].index(
         True
     )  # before, they are the rows that were exported
-    assert seen[first:] == sorted(seen[first:])
-    assert len(set(seen[first:])) > 5
+    assert answers[first:] == sorted(answers[first:])
+    assert len(set(answers[first:])) > 5
 
 
 @pytest.mark.long
@@ -261,7 +261,7 @@ def test_a_process_that_dies_meanwhile_is_started_anew(repository: Path, pems: P
         code, said = stopped(server)
         assert code == 0, said
         assert ("cannot switch to the renewed certificates" in said) == (killed == "the second")
-        assert not any(psutil.pid_exists(each) for each in (present, second))
+        assert not any(psutil.pid_exists(pid) for pid in (present, second))
 
 
 def answers(client: LookupClient) -> bool:
@@ -311,4 +311,4 @@ def test_it_stops_while_another_takes_its_place(repository: Path, pems: Pems) ->
         assert len(both) == 2  # nobody waits for five minutes
         code, said = stopped(server)
     assert code == 0, said
-    assert not any(psutil.pid_exists(each) for each in both)
+    assert not any(psutil.pid_exists(pid) for pid in both)

@@ -108,14 +108,14 @@ def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_p
     gate.touch()
     slow_start(bundle, gate)
 
-    others = {child.pid for child in psutil.Process().children()}  # such as a server that tests share
+    earlier = {child.pid for child in psutil.Process().children()}  # such as a server that tests share
 
     def kill() -> None:
         killed: set[int] = set()
         while len(killed) < times:
             for child in psutil.Process().children():
                 # It has the model's process, which waits. One that was killed may be a zombie for a while.
-                if child.name() == "tritonserver" and child.pid not in others | killed and child.children():
+                if child.name() == "tritonserver" and child.pid not in earlier | killed and child.children():
                     child.kill()
                     killed.add(child.pid)
             time.sleep(0.05)
@@ -171,10 +171,10 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) ->
     (tmp_path / "m" / "1" / "manifest.json").write_text("")
     # As gRPC listens: others may with it, if they ask for that as well.
     with socket.create_server(("127.0.0.1", 0), reuse_port=True) as listener:
-        taken = Ports(grpc=listener.getsockname()[1], http=0, operations=0)
+        bad_ports = Ports(grpc=listener.getsockname()[1], http=0, operations=0)
         with (
-            pytest.raises(ConfigurationError, match=f"--grpc-port {taken.grpc}: cannot listen"),
-            run_server(tmp_path, taken),
+            pytest.raises(ConfigurationError, match=f"--grpc-port {bad_ports.grpc}: cannot listen"),
+            run_server(tmp_path, bad_ports),
         ):
             pass
 

@@ -129,11 +129,11 @@ def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_
 ) -> None:
     with other_server(killed=True) as other:
         other.communicate()
-    (left,) = tmp_path.rglob("*.json")
-    assert json.loads(left.read_bytes())["key"] == "other"
+    (leftover,) = tmp_path.rglob("*.json")
+    assert json.loads(leftover.read_bytes())["key"] == "other"
     assert find_run_file("127.0.0.1:8001") is None
     with RunFileWriter(run_file).published():
-        assert not left.exists()
+        assert not leftover.exists()
         assert find_run_file("127.0.0.1:8001") == run_file
 
 
@@ -150,9 +150,9 @@ def test_a_file_that_somebody_removed_is_written_again_while_the_server_runs(
         file.unlink()
         os.rmdir(file.parent)
         writer.update(recoveries=1)
-        found = find_run_file("127.0.0.1:8001")
-        assert found is not None
-        assert found.recoveries == 1
+        written = find_run_file("127.0.0.1:8001")
+        assert written is not None
+        assert written.recoveries == 1
         assert (file.parent.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     writer.update(recoveries=2)
     writer.restore()
@@ -168,9 +168,9 @@ def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
         (file,) = tmp_path.rglob("*.json")
 
         def replaced_then(path: Path) -> BufferedReader:
-            found = open_file(path)
+            opened = open_file(path)
             writer.update(recoveries=writer.content.recoveries + 1)
-            return found
+            return opened
 
         monkeypatch.setattr(run_file_module, "open_file", replaced_then)
         assert find_run_file("127.0.0.1:8001") is not None

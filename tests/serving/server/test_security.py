@@ -134,9 +134,9 @@ def test_the_key_is_in_no_command_line_and_no_log(closed: tuple[Server, Path]) -
     process = psutil.Process(server.process.pid)
     processes = [process, *process.children(recursive=True)]
     assert len(processes) > 1
-    for each in processes:
-        assert server.key not in " ".join(each.cmdline())
-        assert server.key not in " ".join(each.environ().values())
+    for started in processes:
+        assert server.key not in " ".join(started.cmdline())
+        assert server.key not in " ".join(started.environ().values())
     assert f"tbe-serving-key={'*' * len(server.key)}" in " ".join(process.cmdline())
     assert server.key not in log.read_text()
     assert server.warnings == (
@@ -163,7 +163,7 @@ def test_metrics_listen_on_this_machine_alone_unless_they_are_told_where(one_mod
     with running(
         one_model, "--host", "0.0.0.0", "--insecure", *(("--operations-host", "0.0.0.0") if opened else ())
     ) as server:
-        grpc_port, metrics_port = (int(each.rpartition(":")[2]) for each in (server.grpc, server.operations))
+        grpc_port, metrics_port = (int(address.rpartition(":")[2]) for address in (server.grpc, server.operations))
         assert listens("127.0.0.2", grpc_port)
         assert listens("127.0.0.1", metrics_port)
         assert listens("127.0.0.2", metrics_port) == opened

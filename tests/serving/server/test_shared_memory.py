@@ -53,11 +53,11 @@ def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
 def test_a_server_that_starts_at_the_same_moment_takes_nothing_away(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, others = fcntl.flock, ["another"]
+    flock, other_servers = fcntl.flock, ["another"]
 
     def another_starts_first(file: int, operation: int) -> None:
-        if others:
-            others.clear()
+        if other_servers:
+            other_servers.clear()
             with region_prefix():
                 pass
         flock(file, operation)

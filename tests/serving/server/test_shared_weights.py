@@ -17,7 +17,7 @@ from tests.support.servers import (
 
 def weights_pss_bytes(process: int, name: str) -> list[int]:
     """Proportional memory of every mapping of a file called `name` in a process and its children."""
-    found = []
+    sizes = []
     for entry in [process, *descendants(process)]:
         mapping = False
         for line in Path(f"/proc/{entry}/smaps").read_text().splitlines():
@@ -25,8 +25,8 @@ def weights_pss_bytes(process: int, name: str) -> list[int]:
             if not first.endswith(":"):
                 mapping = line.endswith(name)
             elif mapping and first == "Pss:":
-                found.append(1024 * int(line.split()[1]))
-    return found
+                sizes.append(1024 * int(line.split()[1]))
+    return sizes
 
 
 def descendants(process: int) -> list[int]:

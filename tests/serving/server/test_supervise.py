@@ -65,8 +65,8 @@ def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_n
             assert done.stdout == "m: version 2 → 1\n", done.stderr
         done = tbe_serve(*switched)
         assert done.stdout == "m: version 1 → 1\n", done.stderr
-        for kept in (Path(tempfile.gettempdir()) / f"tbe-serve-{os.getuid()}").glob(f"{port}*.json"):
-            kept.unlink()
+        for run_file in (Path(tempfile.gettempdir()) / f"tbe-serve-{os.getuid()}").glob(f"{port}*.json"):
+            run_file.unlink()
         wait_until(lambda: find_run_file(server.grpc) is not None, "its control file was not written again")
         assert tbe_serve(*switched).stdout == "m: version 1 → 1\n"
 
@@ -144,14 +144,14 @@ def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repo
 
 
 @pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
-@pytest.mark.parametrize("asked", one_in(2, [True, False]), ids=["asked", "idle"])
-def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bool) -> None:
+@pytest.mark.parametrize("with_lookup", one_in(2, [True, False]), ids=["asked", "idle"])
+def test_a_model_whose_process_is_paused_is_replaced(repository: Path, with_lookup: bool) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client:
         expected = client.lookup({"x": [[1, 2]]})
         paused = stubs(server.triton, "m")
         for stub in paused:
             stub.suspend()
-        if asked:
+        if with_lookup:
             with pytest.raises(ServingError):
                 client.lookup({"x": [[1]]}, timeout_s=2)
         wait_until(lambda: another_answers(server, "m", paused), "it was not replaced")
@@ -167,11 +167,11 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bo
 def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
     with running(repository) as server:
         triton = server.triton
-        left = stubs(triton, "m")
+        processes = stubs(triton, "m")
         server.process.kill()
         triton.kill()
-        assert left
-        assert psutil.wait_procs(left, PATIENCE_S)[1] == []
+        assert processes
+        assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
 
 
 LOOP = """

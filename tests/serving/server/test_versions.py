@@ -87,25 +87,25 @@ class Seen:
         until(lambda: self.versions[version] > before, f"version {version} answers")
 
 
-def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed: int, seen: Seen) -> None:
+def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed: int, log: Seen) -> None:
     """Look up the same requests again and again; each answer has to be the one of the version that it names."""
     random = np.random.default_rng(seed)
     requests = [random_bags(random, SUM, int(random.integers(1, 20))) for _ in range(8)]
     answers = {version: [expected(bundle, bags) for bags in requests] for version, bundle in bundles.items()}
     with LookupClient(url, "m", timeout_s=30, retries=Retries(attempts=1)) as client:
         until_answered(client.lookup, requests[0])  # a busy machine may not connect in time
-        seen.connected.append(seed)
+        log.connected.append(seed)
         while not stopped.wait(BREATH_S):
             for number, bags in enumerate(requests):
                 try:
                     answer = client.lookup(bags)
                 except ServingError as error:
-                    seen.failed.append(error)
+                    log.failed.append(error)
                     continue
-                seen.versions[answer.version] += 1
+                log.versions[answer.version] += 1
                 for name, rows in answers[answer.version][number].items():
                     if not np.allclose(answer[name], rows, rtol=1e-5, atol=1e-5):
-                        seen.wrong.append(f"version {answer.version}, feature {name}")
+                        log.wrong.append(f"version {answer.version}, feature {name}")
 
 
 @pytest.mark.promise("Switching versions under load loses no request, and each answer is computed by one version")
@@ -117,18 +117,18 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     broken = broken_version(repository)
     bundles = {1: repository / "m" / "1", 2: second}
     assert broken.name == "3"
-    seen, stopped = Seen(), threading.Event()
+    log, stopped = Seen(), threading.Event()
     askers = [
-        threading.Thread(target=ask_until, args=(stopped, server.grpc, bundles, seed, seen)) for seed in range(4)
+        threading.Thread(target=ask_until, args=(stopped, server.grpc, bundles, seed, log)) for seed in range(4)
     ]
     for asker in askers:
         asker.start()
     try:
-        seen.wait_for_clients(len(askers))
+        log.wait_for_clients(len(askers))
         for _ in range(rounds):
             for version in (2, 1):
                 assert control.load("m", (version,)) == (version,)
-                seen.wait_for(version)
+                log.wait_for(version)
             with pytest.raises(ServingError, match=r"weights\.0\.bin: expected \d+ bytes, got \d+"):
                 control.load("m")  # the newest is the broken one
             assert control.ready("m") == (1,)
@@ -136,10 +136,10 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
         stopped.set()
         for asker in askers:
             asker.join()
-    assert seen.failed == []
-    assert seen.wrong == []
-    assert set(seen.versions) == {1, 2}
-    print(f"{seen.versions.total()} answers over {2 * rounds} switches and {rounds} refusals")
+    assert log.failed == []
+    assert log.wrong == []
+    assert set(log.versions) == {1, 2}
+    print(f"{log.versions.total()} answers over {2 * rounds} switches and {rounds} refusals")
 
 
 def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, server: Server) -> None:
@@ -155,10 +155,10 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
         # And again: Triton itself would leave the version that it was told to serve.
         assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
-        for asked, said in (("2,1", "1 → 1, 2"), ("1", "1, 2 → 1")):
-            done = tbe_serve("load", "m", "--version", asked, "--url", server.grpc)
+        for versions, said in (("2,1", "1 → 1, 2"), ("1", "1, 2 → 1")):
+            done = tbe_serve("load", "m", "--version", versions, "--url", server.grpc)
             assert (done.returncode, done.stdout) == (0, f"m: version {said}\n")
-            assert client.lookup({"x": [[1]]}).version == int(asked[0])
+            assert client.lookup({"x": [[1]]}).version == int(versions[0])
         for wrong in ("0", "2,", "x", "1" * 5000):
             done = tbe_serve("load", "m", "--version", wrong, "--url", server.grpc)
             assert f"--version {wrong}: expected version numbers N[,N]" in done.stderr

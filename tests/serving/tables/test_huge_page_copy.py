@@ -169,9 +169,9 @@ except ServingError as error:
     print(error)
 print(len(copies()))
 """
-    said, left = run(tmp_path, bundle, program).split("\n")
+    said, remaining = run(tmp_path, bundle, program).split("\n")
     assert "is another user's" in said
-    assert left == "1"
+    assert remaining == "1"
 
 
 def test_many_processes_at_once_make_one_copy(tmp_path: Path, bundle: Path) -> None:
@@ -206,9 +206,9 @@ except ServingError as error:
     print(error)
 print(copies())
 """
-    said, left = run(tmp_path, bundle, program, size).split("\n")
+    said, remaining = run(tmp_path, bundle, program, size).split("\n")
     assert expected in said
-    assert left == "[]"
+    assert remaining == "[]"
 
 
 SERVED = """
@@ -238,14 +238,14 @@ def test_instances_of_a_server_share_a_copy_until_it_ends(tmp_path: Path, end: s
     bundle = export_model(collection((Spec("t", ROWS, 64, "SUM", ("x",)),)), tmp_path / "r", "m", config)
     folder = tmp_path / "huge"
     said = run_beside_huge_pages(folder, "64m", SERVED, folder, tmp_path / "r", tmp_path / "log", end, timeout_s=300)
-    answer, mapped, huge, while_serving, left = json.loads(said.splitlines()[-1])
+    answer, mapped, huge, while_serving, remaining = json.loads(said.splitlines()[-1])
     with Engine.open(bundle) as engine:
         np.testing.assert_array_equal(engine.lookup({"x": [[0, 5], [ROWS - 1]]})["x"], np.array(answer, np.float32))
     size = open_bundle(bundle).manifest.files["weights.0.bin"].size_bytes
     assert len(mapped) == 2
-    assert all(size <= each < size + (2 << 20) for each in mapped)
-    assert all(0 <= each <= size for each in huge)  # as many as the kernel has
-    assert (while_serving, left) == (1, 0)
+    assert all(size <= mapped_bytes < size + (2 << 20) for mapped_bytes in mapped)
+    assert all(0 <= huge_bytes <= size for huge_bytes in huge)  # as many as the kernel has
+    assert (while_serving, remaining) == (1, 0)
 
 
 def test_a_server_without_huge_pages_says_what_to_do(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_server_without_huge_pages_says_what_to_do(tmp_path: Path) -> None:
 def test_file_systems_of_huge_pages_are_found(tmp_path: Path) -> None:
     lines = []
     device = os.stat(tmp_path).st_dev
-    here = f"{os.major(device)}:{os.minor(device)}"
+    device_id = f"{os.major(device)}:{os.minor(device)}"
     for number, (name, kind, options) in enumerate(
         [
             ("plain", "tmpfs", "rw,size=4k"),
@@ -272,10 +272,10 @@ def test_file_systems_of_huge_pages_are_found(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         where = str(tmp_path / name).replace(" ", "\\040")
-        lines.append(f"{number} 1 {here} / {where} rw,relatime shared:1 - {kind} none {options}\n")
-    lines.append(f"9 1 {here} / {tmp_path}/gone rw - tmpfs none rw,huge=always\n")
+        lines.append(f"{number} 1 {device_id} / {where} rw,relatime shared:1 - {kind} none {options}\n")
+    lines.append(f"9 1 {device_id} / {tmp_path}/gone rw - tmpfs none rw,huge=always\n")
     (tmp_path / "covered").mkdir()
     lines.append(f"10 1 0:9999 / {tmp_path}/covered rw - tmpfs none rw,huge=always\n")
     (tmp_path / "mountinfo").write_text("".join(lines))
-    found = [(folder.path.name, folder.is_hugetlbfs) for folder in huge_page_folders(tmp_path / "mountinfo")]
-    assert found == [("with space and é", True), ("always", False)]
+    folders = [(folder.path.name, folder.is_hugetlbfs) for folder in huge_page_folders(tmp_path / "mountinfo")]
+    assert folders == [("with space and é", True), ("always", False)]

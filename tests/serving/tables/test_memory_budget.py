@@ -19,7 +19,7 @@ WEIGHTS = "weights.0.bin"
 
 
 @pytest.mark.parametrize(
-    ("memory", "processes", "left", "left_if_kept"),
+    ("memory", "processes", "expected", "left_if_kept"),
     [
         (100 * GIB, 1, 90 * GIB, 90 * GIB),
         (100 * GIB, 60, 85 * GIB, 100 * GIB - 61 * GIB // 4),
@@ -30,10 +30,10 @@ WEIGHTS = "weights.0.bin"
     ],
 )
 def test_processes_need_memory_beside_weights(
-    memory: int, processes: int, left: int, left_if_kept: int, monkeypatch: pytest.MonkeyPatch
+    memory: int, processes: int, expected: int, left_if_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_budget, "memory_here", lambda: memory)
-    assert most_weights_bytes(processes, is_pinned=False) == left
+    assert most_weights_bytes(processes, is_pinned=False) == expected
     assert most_weights_bytes(processes, is_pinned=True) == left_if_kept
 
 

@@ -10,9 +10,9 @@ from tests.support.huge_pages import HUGE_PAGE, expect_huge, huge_of, write_in_s
 
 
 def size_of(path: Path) -> int:
-    found = cached(path)
-    assert found is not None
-    return found.size
+    pages = cached(path)
+    assert pages is not None
+    return pages.size
 
 
 def test_small_and_huge_pages_of_a_file_are_told_apart(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_every_page_that_a_row_lies_in_is_asked_for_and_no_other(
         batch = batch_of(engine, FEATURES)
         files = {name: bundle.path / name for name in bundle.manifest.weights_files}
         ahead = ReadAhead(bundle.manifest, files)
-        found = ahead.pages_of(batch)
-        names = {Path(f"/proc/self/fd/{file}").readlink().name: pages for file, pages in found.items()}
+        by_file = ahead.pages_of(batch)
+        names = {Path(f"/proc/self/fd/{file}").readlink().name: pages for file, pages in by_file.items()}
         assert {(name, page) for name, pages in names.items() for page in pages.tolist()} == expected
         assert ahead.pages_of(batch_of(engine, {"x": [[], []]})) == {}
         assert ReadAhead(bundle.manifest, {}).pages_of(batch) == {}
@@ -77,11 +77,11 @@ def test_a_bundle_larger_than_memory_is_asked_for_ahead_and_answers_alike(
     with Engine.open(path) as engine:
         expected = engine.lookup({"x": [[3, 199_999], [100_000]]})["x"]
     monkeypatch.setattr(memory_budget, "memory_here", lambda: 1000)
-    asked: list[tuple[int, int, int]] = []
+    advised: list[tuple[int, int, int]] = []
     fadvise = os.posix_fadvise
 
     def watched(file: int, start: int, size: int, advice: int) -> None:
-        asked.append((start, size, advice))
+        advised.append((start, size, advice))
         fadvise(file, start, size, advice)
 
     with Engine.open(path) as engine:
@@ -91,14 +91,14 @@ def test_a_bundle_larger_than_memory_is_asked_for_ahead_and_answers_alike(
         monkeypatch.setattr(os, "posix_fadvise", watched)
         np.testing.assert_array_equal(engine.lookup({"x": [[3, 199_999], [100_000]]})["x"], expected)
         pages = {row * 68 // 4096 * 4096 for row in (3, 100_000, 199_999)}
-        assert {each[0] for each in asked} >= pages
-        assert {each[1:] for each in asked} == {(mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)}
+        assert {call[0] for call in advised} >= pages
+        assert {call[1:] for call in advised} == {(mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)}
         # Of what is brought into memory whole nothing is asked for.
-        asked.clear()
+        advised.clear()
         ahead = engine.table_files.ahead
         assert ahead is not None
         ahead.leave_out(file.name, 100_000 * 68 + 1)
         np.testing.assert_array_equal(engine.lookup({"x": [[3, 199_999], [100_000]]})["x"], expected)
-        assert {each[0] for each in asked} == {199_999 * 68 // 4096 * 4096}
-        found = cached(file)
-        assert found is None or found.size < 100 * mmap.PAGESIZE
+        assert {call[0] for call in advised} == {199_999 * 68 // 4096 * 4096}
+        resident = cached(file)
+        assert resident is None or resident.size < 100 * mmap.PAGESIZE

@@ -45,18 +45,18 @@ def of(bundle: Bundle, memory: WeightsMemory = WeightsMemory.MAPPED) -> TableFil
     return TableFiles(bundle.path, bundle.manifest, memory)
 
 
-@pytest.mark.parametrize("at", [0, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE + 5, ROWS * 68 - 1])
+@pytest.mark.parametrize("position", [0, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE + 5, ROWS * 68 - 1])
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_byte_that_changed_anywhere_is_found(
-    at: int, fits: bool, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    position: int, fits: bool, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fits:
         monkeypatch.setattr(memory_budget, "memory_here", lambda: 1 << 20)
     of(bundle).verify()
     with (bundle.path / "weights.0.bin").open("rb+") as file:
-        file.seek(at)
+        file.seek(position)
         byte = file.read(1)[0]
-        file.seek(at)
+        file.seek(position)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(BundleError, match=r"weights\.0\.bin: expected SHA-256"):
         of(bundle).verify()
@@ -71,10 +71,10 @@ def test_a_file_that_cannot_be_read_is_named(bundle: Bundle) -> None:
 
 
 def test_weights_are_brought_into_memory_behind(bundle: Bundle, tmp_path: Path) -> None:
-    done, found = threading.Event(), []
+    done, reported = threading.Event(), []
 
     def populated(used: PagesUsed) -> None:
-        found.append(used)
+        reported.append(used)
         done.set()
 
     opened = of(bundle)
@@ -82,7 +82,7 @@ def test_weights_are_brought_into_memory_behind(bundle: Bundle, tmp_path: Path) 
     opened.populate(populated)  # it is at it
     assert done.wait(60)
     opened.close()
-    (used,) = found
+    (used,) = reported
     assert used.mapped == ROWS * 68
     assert used.most_huge == 2 * HUGE_PAGE
     expect_huge(used.huge, used.most_huge, tmp_path)
@@ -148,9 +148,9 @@ def test_what_nobody_holds_any_more_is_not_kept_by_its_thread(bundle: Bundle) ->
     opened.populate(lambda _: done.set())
     assert done.wait(60)
     (thread,) = own_threads(before)
-    gone = weakref.ref(opened)
+    reference = weakref.ref(opened)
     del opened
-    wait_until(lambda: gone() is None)
+    wait_until(lambda: reference() is None)
     thread.join(60)
     assert not thread.is_alive()
 
@@ -184,15 +184,15 @@ def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
     monkeypatch.setattr(table_files, "_LOOKS_S", 0.01)
     second = bundle.path.parent / "2"
     shutil.copytree(bundle.path, second)
-    asked = {"x": [[0, 5], [ROWS - 1]]}
+    request = {"x": [[0, 5], [ROWS - 1]]}
 
     before = Engine.open(bundle.path)
-    expected = before.lookup(asked)["x"]
+    expected = before.lookup(request)["x"]
     with Engine.open(second) as engine:
         assert before.table_files.fits
         assert not engine.table_files.fits
         engine.table_files.verify()
-        np.testing.assert_array_equal(engine.lookup(asked)["x"], expected)
+        np.testing.assert_array_equal(engine.lookup(request)["x"], expected)
         with pytest.raises(ConfigurationError, match=r"'locked': .* beside other bundles"):
             TableFiles(second, engine.bundle.manifest, WeightsMemory.LOCKED)
         before.close()
@@ -201,13 +201,13 @@ def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
         end = time.monotonic() + 60
         while engine.table_files.ahead is not None and time.monotonic() < end:
             time.sleep(0.005)
-            np.testing.assert_array_equal(engine.lookup(asked)["x"], expected)
+            np.testing.assert_array_equal(engine.lookup(request)["x"], expected)
         assert engine.table_files.fits
         assert engine.table_files.ahead is None
-        left = cached(bundle.path / "weights.0.bin")
-        assert left is not None
-        assert left.size == 0  # what gave its room takes none
-        np.testing.assert_array_equal(engine.lookup(asked)["x"], expected)
+        resident = cached(bundle.path / "weights.0.bin")
+        assert resident is not None
+        assert resident.size == 0  # what gave its room takes none
+        np.testing.assert_array_equal(engine.lookup(request)["x"], expected)
         expect_huge(engine.table_files.used().huge, 2 * HUGE_PAGE, tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_locked_weights_in_small_pages_are_compared_as_others_are(bundle: Bundle
 
 
 def test_the_setting_has_the_names_of_the_ways() -> None:
-    for each in WeightsMemory:
-        assert ServingSettings(weights_memory=each.value).weights_memory == each.value
+    for way in WeightsMemory:
+        assert ServingSettings(weights_memory=way.value).weights_memory == way.value
     with pytest.raises(ConfigurationError, match="expected mapped, locked, huge or live, got 'swapped'"):
         ServingSettings(weights_memory="swapped")

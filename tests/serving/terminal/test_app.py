@@ -24,8 +24,8 @@ from tests.support.commands import TRAINED
 def test_what_torch_advises_is_not_passed_on(tmp_path: Path) -> None:
     """Its advice is to run the code in the file."""
     torch.save({"at": Path("x"), "config": ExportConfig()}, tmp_path / "w.pt")
-    given = ["plan", *TRAINED, "--max-error", "1", "--checkpoint", str(tmp_path / "w.pt")]
-    done = CliRunner().invoke(tbe_export, given)
+    arguments = ["plan", *TRAINED, "--max-error", "1", "--checkpoint", str(tmp_path / "w.pt")]
+    done = CliRunner().invoke(tbe_export, arguments)
     (line,) = done.stderr.splitlines()
     assert line.startswith(
         f"tbe-export: --checkpoint {tmp_path / 'w.pt'}: expected tensors and plain containers alone"
@@ -36,7 +36,7 @@ def test_what_torch_advises_is_not_passed_on(tmp_path: Path) -> None:
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     """Neither as pictures nor as styles."""
     (tmp_path / "t.toml").write_text('[tables.":x: [red]"]\nrows = 10\ndim = 4\n')
-    given = [
+    arguments = [
         "compare",
         "--tables",
         str(tmp_path / "t.toml"),
@@ -45,7 +45,7 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
         "--seconds",
         "0.001",
     ]
-    done = CliRunner().invoke(tbe_export, [*given, "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"])
+    done = CliRunner().invoke(tbe_export, [*arguments, "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"])
     assert done.exit_code == 0, done.stderr
     assert f"written {tmp_path / ':x: [b]'}" in done.stdout
 
@@ -57,10 +57,10 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["bundle"] == str(bundle).replace("\udcff", "\ufffd")
     (tmp_path / "t.toml").write_text("[tables.a]\nrows = 10\ndim = 4\n")
-    given = ["compare", "--tables", str(tmp_path / "t.toml"), "--out", str(tmp_path / "\udcff" / "out")]
-    given += ["--seconds", "0.001", "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"]
-    monkeypatch.setattr(sys, "argv", ["tbe-export", *given])
-    assert CliRunner().invoke(tbe_export, given).exit_code == 0
+    arguments = ["compare", "--tables", str(tmp_path / "t.toml"), "--out", str(tmp_path / "\udcff" / "out")]
+    arguments += ["--seconds", "0.001", "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"]
+    monkeypatch.setattr(sys, "argv", ["tbe-export", *arguments])
+    assert CliRunner().invoke(tbe_export, arguments).exit_code == 0
     private = PrivateFolder(
         path=str(tmp_path), source=str(bundle), keys="keys.pem", weights_in_place=False, min_versions={}
     )
@@ -101,12 +101,12 @@ def test_nothing_is_cut_in_a_pipe(columns: str | None) -> None:
 
 
 def test_a_terminal_has_its_own_width() -> None:
-    ours, theirs = pty.openpty()
+    ours, terminal = pty.openpty()
     try:
         environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
-        subprocess.run([sys.executable, "-c", _PRINTS], env=environment, stdout=theirs, check=True)
+        subprocess.run([sys.executable, "-c", _PRINTS], env=environment, stdout=terminal, check=True)
         shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 1 << 16).decode()).splitlines()
         assert max(map(len, shown)) == 60
     finally:
         os.close(ours)
-        os.close(theirs)
+        os.close(terminal)

@@ -150,9 +150,9 @@ def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
     for value in values(param):
         capfd.readouterr()
         done = CliRunner().invoke(app, typed(command, param, value, taken), input='{"a": [[1]]}')
-        beside = capfd.readouterr().err  # what libraries wrote past Python
-        if not (is_taken(done, command) or is_refused(done, command, param, value)) or (done.exit_code and beside):
-            wrong.append(f"{value[:40]!r}: {done.exit_code} {done.exception!r}: {done.stderr[:300]}{beside[:300]}")
+        written = capfd.readouterr().err  # what libraries wrote past Python
+        if not (is_taken(done, command) or is_refused(done, command, param, value)) or (done.exit_code and written):
+            wrong.append(f"{value[:40]!r}: {done.exit_code} {done.exception!r}: {done.stderr[:300]}{written[:300]}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -161,8 +161,8 @@ def typed(command: str, param: Any, value: str, port: str) -> list[str]:
     options = [port if option == "TAKEN" else option for option in options]
     if param.param_type_name == "option":
         if param.opts[0] in options:  # an option is given once
-            at = options.index(param.opts[0])
-            options = [*options[:at], *options[at + 2 :]]
+            position = options.index(param.opts[0])
+            options = [*options[:position], *options[position + 2 :]]
         options += [param.opts[0]] if param.is_flag else [param.opts[0], value]
     elif param.name in ARGUMENTS[command] and ARGUMENTS[command].index(param.name) < len(arguments):
         arguments = [
@@ -186,4 +186,4 @@ def is_refused(done: Result, command: str, param: Any, value: str) -> bool:
         return False
     shown = re.sub(r"\s*[\x00-\x1f]+\s*", " ", value).replace("\udcff", r"\udcff")
     named = [param.opts[0]] if param.param_type_name == "option" else [shown, f"'{param.name}'"]
-    return any(each in lines[0] for each in named)
+    return any(name in lines[0] for name in named)

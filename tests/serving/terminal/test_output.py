@@ -27,8 +27,8 @@ NAMES = "é → 漢 🙂"
 
 
 def stream(encoding: str) -> tuple[io.BytesIO, Any]:
-    taken = io.BytesIO()
-    return taken, io.TextIOWrapper(taken, encoding=encoding)
+    raw = io.BytesIO()
+    return raw, io.TextIOWrapper(raw, encoding=encoding)
 
 
 @pytest.mark.parametrize(
@@ -41,28 +41,28 @@ def stream(encoding: str) -> tuple[io.BytesIO, Any]:
 )
 def test_all_that_is_written_is_taken(encoding: str, written: bytes) -> None:
     """\\udcff is a byte of a path that is not UTF-8. It is written as it is, as `ls` does."""
-    taken, text = stream(encoding)
+    raw, text = stream(encoding)
     output = Output(text, TAKE_ALL)
     output.write(f"{NAMES} \udcff …")
     output.flush()
-    assert taken.getvalue() == written
+    assert raw.getvalue() == written
     assert output.problem is None
 
 
 def test_a_surrogate_alone_is_escaped() -> None:
-    taken, text = stream("utf-8")
+    raw, text = stream("utf-8")
     output = Output(text, TAKE_ALL)
     output.write("\ud800")
     output.flush()
-    assert taken.getvalue() == rb"\ud800"
+    assert raw.getvalue() == rb"\ud800"
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_json_stays_json(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, text = stream(encoding)
+    raw, text = stream(encoding)
     monkeypatch.setattr(sys, "stdout", Output(text, TAKE_ALL))
     print_json(msgspec.json.encode({NAMES: NAMES}))
-    assert json.loads(taken.getvalue().decode(encoding)) == {NAMES: NAMES}
+    assert json.loads(raw.getvalue().decode(encoding)) == {NAMES: NAMES}
     assert json.loads(f'"{escaped(NAMES)}"') == NAMES
 
 
@@ -95,7 +95,7 @@ def test_the_help_of_every_command_is_printed_in_ascii(app: Any) -> None:
 def run(command: Sequence[str], *, into: str = "", **more: Any) -> "subprocess.CompletedProcess[bytes]":
     """Run a command of ours in ASCII; `into` is what a shell makes of its output."""
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    quoted = " ".join(f"'{each}'" for each in [sys.executable, "-m", *command])
+    quoted = " ".join(f"'{word}'" for word in [sys.executable, "-m", *command])
     shell = ["bash", "-o", "pipefail", "-c", f"{quoted} {into}"]
     return subprocess.run(shell, env=environment, capture_output=True, check=False, timeout=300, **more)
 
@@ -116,8 +116,8 @@ def test_answers_are_printed_in_ascii_and_for_nobody() -> None:
 
 
 def test_an_export_succeeds_where_its_names_cannot_be_printed(tmp_path: Path) -> None:
-    given = [*TRAINED, "--max-error", "1", "--repository", str(tmp_path / "réposi→tory"), "--name", "m"]
-    done = CliRunner(charset="ascii").invoke(tbe_export, ["model", *given])
+    arguments = [*TRAINED, "--max-error", "1", "--repository", str(tmp_path / "réposi→tory"), "--name", "m"]
+    done = CliRunner(charset="ascii").invoke(tbe_export, ["model", *arguments])
     assert (done.exit_code, done.stderr) == (0, "")
     assert f"published {tmp_path}/r\\u00e9posi->tory/m/1\n" in done.stdout
     assert (tmp_path / "réposi→tory" / "m" / "1" / "manifest.json").is_file()

@@ -22,4 +22,6 @@ def test_a_server_is_taken_for_the_newest_release_that_it_is_not_older_than(vers
 
 def test_other_machines_may_reach_26_04_and_later() -> None:
     assert oldest_secure().container == "26.04"
-    assert [each.is_secure for each in TRITON_RELEASES] == sorted(each.is_secure for each in TRITON_RELEASES)
+    assert [release.is_secure for release in TRITON_RELEASES] == sorted(
+        release.is_secure for release in TRITON_RELEASES
+    )
