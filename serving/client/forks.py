@@ -32,7 +32,7 @@ class _Process:
         self.problem: str | None = None
 
     def forked(self) -> None:
-        """Called in the child of a fork, before anything else there."""
+        """Note in the child of a fork whether it may use gRPC. This runs before any other code of the child."""
         if self.calls:
             self.problem = "forked while another thread was in a call"
         elif len(self.asyncio_channels):

@@ -1,7 +1,7 @@
 """The dense part as native code, which AOTInductor compiled for one release of torch and some processors.
 
-Its file is an archive (zip): `model.so`, a shared library with the code and the weights, and, where the dense part
-calls operators that are not torch's own, `model.json`, which lists them. Loading it takes milliseconds.
+Its file is a zip archive with `model.so`, a shared library with the code and the weights. If the dense part calls
+operators that are not part of torch, the archive also has `model.json`, which lists them. Loading takes milliseconds.
 """
 
 import io
@@ -25,18 +25,18 @@ LIBRARY, OPERATORS = "model.so", "model.json"
 
 
 def misfit(file: DenseFile, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Why the code in a file of a dense part was not compiled for this process.
+    """Why the code in a file of a dense part does not fit this process.
 
     Args:
-        file: in any format.
+        file: a file in any format.
         cpuinfo: Linux's description of the processor.
 
     Returns:
-        What was expected, and what this process has; or None if the file may be loaded.
+        What the file needs and what this process has, or None if the file may be loaded.
     """
     if file.format is not DenseFormat.AOTINDUCTOR:
         return None
-    if file.torch != str(torch.__version__):  # torch takes versions such as 2.13 and 2.13.0 as equal
+    if file.torch != str(torch.__version__):  # torch treats versions such as 2.13 and 2.13.0 as equal
         return f"compiled for torch {file.torch}, this is torch {torch.__version__}"
     needed = INSTRUCTIONS.get(file.instructions or "")
     if needed is None:
@@ -49,16 +49,16 @@ def misfit(file: DenseFile, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None
 def load_aot_inductor(content: bytes) -> Callable[..., Sequence[Tensor]]:
     """The forward of a dense part in native code, which `misfit` must have accepted.
 
-    The library is loaded from a private temporary folder, which is then removed.
+    The library is loaded from a private temporary folder, which is removed afterwards.
 
     Args:
-        content: of its file.
+        content: the content of its file.
 
     Returns:
         A function of the dense part's inputs. It checks neither their number nor their shapes and dtypes.
 
     Raises:
-        Exception: torch or the linker cannot load it; torch does not say of which type.
+        Exception: torch or the linker cannot load it. torch does not document the type.
     """
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(io.BytesIO(content)) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name in (LIBRARY, OPERATORS)])

@@ -1,7 +1,7 @@
-"""Buffers for answers, which are used again.
+"""Reusable buffers for answers.
 
-The allocator mostly returns the memory of an answer of some MB to Linux as soon as it is free. The next answer then
-takes a page fault for every 4 KiB, and threads wait for each other in the kernel.
+The allocator mostly returns the memory of an answer of some MB to Linux as soon as it is freed. The next answer then
+causes a page fault for every 4 KiB, and threads wait for each other in the kernel.
 """
 
 import threading
@@ -14,21 +14,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Most bytes that a pool keeps. An answer beyond them gets memory that is freed with it.
+# Maximum bytes that a pool keeps. A larger answer gets memory that is freed with it.
 MOST = 64 << 20
 
 
 class BufferPool:
-    """Makes arrays. The memory of an array is used again when the array and all views of it are gone.
+    """Makes arrays. The memory of an array is reused when the array and all views of it are deleted.
 
     Args:
-        dtype: of the arrays.
+        dtype: the dtype of the arrays.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._blocks: list[_Block] = []
-        # An engine is for one thread at a time. Should two call it, they must not get the same memory.
+        # An engine is for one thread at a time. If two threads call it anyway, they must not get the same memory.
         self._lock = threading.Lock()
 
     def array(self, rows: int, columns: int) -> npt.NDArray[Any]:
@@ -41,7 +41,7 @@ class BufferPool:
         free = [block for block in self._blocks if block.user() is None]
         block = next((free_block for free_block in free if free_block.memory.numel() >= size), None)
         if block is None:
-            # Drop the free blocks: all are too small. The new one takes their place.
+            # Drop the free blocks, which are all too small, in favour of the new one.
             self._blocks = [used for used in self._blocks if used not in free]
             block = _Block(torch.empty(size, dtype=self._dtype))
             if sum(kept_block.memory.nbytes for kept_block in [*self._blocks, block]) <= MOST:
@@ -61,7 +61,7 @@ class _Block:
     user: Callable[[], Any] = _nobody
 
     def use(self, rows: int, columns: int) -> npt.NDArray[Any]:
-        # This array's own base is no array but a tensor. So numpy makes the array the base of all its views.
+        # The base of this array is a tensor instead of an array, so numpy makes the array the base of all its views.
         array: npt.NDArray[Any] = self.memory[: rows * columns].view(rows, columns).numpy()
         self.user = weakref.ref(array)
         return array

@@ -1,4 +1,4 @@
-"""A manifest becomes a lookup: a module of PyTorch, which TorchScript can compile."""
+"""Build the lookup of a manifest: a PyTorch module, which TorchScript can compile."""
 
 from torch import nn
 
@@ -8,9 +8,9 @@ from serving.lookup.sharded_program import ShardedProgram
 
 
 def build_program(manifest: Manifest) -> nn.Module:
-    """The lookup of `manifest`. Its `weights_host` has to be set, and FBGEMM's libraries have to be loaded.
+    """The lookup of a manifest. Set its `weights_host` and load FBGEMM's libraries before calling it.
 
-    It is a `OneRankProgram` where there is one rank and no table is cut, else a `ShardedProgram`.
+    It is a `OneRankProgram` for a single rank with whole tables, or else a `ShardedProgram`.
     """
     whole = len(manifest.plan.ranks) == 1 and len(manifest.plan.shards) == len(manifest.tables)
     return (OneRankProgram(manifest) if whole else ShardedProgram(manifest)).eval()

@@ -1,4 +1,4 @@
-"""Load the dense part of a bundle: from the fastest of its files that this process can load."""
+"""Load the dense part of a bundle from the fastest of its files that this process can load."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class LoadedDensePart:
     """The dense part of a bundle in this process.
 
     Attributes:
-        file: that it was loaded from.
+        file: the file that it was loaded from.
         forward: runs it.
         failures: a line for each faster file that could not be loaded.
     """
@@ -38,7 +38,7 @@ def load_dense_part(bundle: Bundle, files: Sequence[DenseFile]) -> LoadedDensePa
     """Load the first file of a dense part that this process can load.
 
     Raises:
-        BundleError: it can load none of them, or a file changed after the export.
+        BundleError: no file can be loaded, or a file changed after the export.
     """
     failures: list[str] = []
     for file in files:

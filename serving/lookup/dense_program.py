@@ -1,4 +1,4 @@
-"""The dense part of a bundle with scores: its second program, called with what was looked up."""
+"""The dense part of a bundle with scores: its second program, which takes looked-up embeddings."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ from serving.requests.schema import ScoringSchema
 from serving.requests.types import Array, Embeddings, KjtRequest, Outputs, ValidatedRequests
 from serving.torchscript import one_line
 
-# Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
-# again at the first with another batch size. These calls take ten times as long as later ones.
+# Batch sizes of the calls during loading. TorchScript observes two calls, compiles at the third one, and again at the
+# first call with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
-# Samples that are scored at a time: intermediate results then stay in the processor's caches
+# Samples that are scored at once, so that intermediate results stay in the processor's caches
 # (docs/decisions/0007-dense-part.md). A model with sequences pads them, so that its samples take more.
 SLICE = 64
 # Without sequences, for each thread of torch: threads share the samples of a layer, and have caches of their own. In
@@ -43,13 +43,13 @@ class DenseProgram:
 
     Args:
         bundle: the bundle.
-        schema: of its requests.
-        file: has the dense part. None: the fastest that this process can load.
+        schema: the schema of its requests.
+        file: a file with the dense part. None: the fastest one that this process can load.
 
     Attributes:
         part: its description in the manifest, without a user side whose programs this process cannot load.
-        schema: of its requests, with `part`.
-        loaded: the file that it was loaded from, and those that could not be loaded.
+        schema: the schema of its requests, with `part`.
+        loaded: the file that it was loaded from, and the files that could not be loaded.
 
     Raises:
         BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
@@ -81,7 +81,7 @@ class DenseProgram:
             for samples in _FIRST_CALLS:
                 self._check_answers(path, samples, partial(self._first_call_of_user_side, bundle.manifest, samples))
         if part.jagged:
-            # A model may fail without ids. Then so does such a request, alone.
+            # A model may fail without ids. Only requests without ids fail then.
             with suppress(*_FAILURES):
                 self._first_call(bundle.manifest, 1, 0)
 
@@ -140,17 +140,17 @@ class DenseProgram:
     def score_all(
         self, validated: ValidatedRequests, batches: Sequence[Batch], answers: Sequence[Embeddings]
     ) -> dict[int, Outputs]:
-        """Score those requests that ask for scores.
+        """Score the requests for scores.
 
         Args:
             validated: the requests.
-            batches: what was looked up for them.
-            answers: the ranks' answer to each batch, float32 or float16. Before scoring, the row of a feature that a
-                request sends once is repeated for each of its samples.
+            batches: the batches that were looked up for them.
+            answers: the ranks' answer to each batch, float32 or float16. Before scoring, the row of a shared feature
+                is repeated for each sample of its request.
 
         Returns:
-            By the position of the request in `validated`: the outputs that it asks for by name, [B_r, …], or
-            [n_r, …] with a row for each id of a key.
+            The requested outputs by name, by the position of the request in `validated`: [B_r, …], or [n_r, …] with a
+            row for each id of a key.
         """
         requests = validated.requests
         numbers = [number for number, request in enumerate(requests) if request.dense is not None]
@@ -175,7 +175,7 @@ class DenseProgram:
         }
 
     def _inputs(self, request: KjtRequest, rows: RowsOfAll, number: int, *, repeated: bool) -> Sequence[Array]:
-        """The dense and jagged inputs of a request. What comes once is repeated for each sample, or has one row."""
+        """The dense and jagged inputs of a request. Shared inputs are repeated for each sample, or have one row."""
         dense = request.dense or ()
         if not repeated:
             dense = [
@@ -203,14 +203,14 @@ class DenseProgram:
     def score(
         self, embeddings: Embeddings, inputs: Sequence[Sequence[Array]], samples: Sequence[int]
     ) -> list[Outputs]:
-        """Score R requests: by one call, or by one for each if the dense part mixes samples.
+        """Score R requests: by one call, or by a call for each request if the dense part mixes samples.
 
         Args:
-            embeddings: of all requests, one after another, with all pooled features in the manifest's order; float32
-                or float16 [B, D].
-            inputs: of each request [R]: the dense inputs with a row for each sample, then the jagged inputs, in the
-                manifest's order.
-            samples: B_r of each request [R]. Their sum is B.
+            embeddings: the embeddings of all requests, one after another, with all pooled features in the manifest's
+                order; float32 or float16 [B, D].
+            inputs: the inputs of each request [R]: the dense inputs with a row for each sample, then the jagged
+                inputs, in the manifest's order.
+            samples: the samples B_r of each request [R]. Their sum is B.
 
         Returns:
             The outputs of each request by name, [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
@@ -256,7 +256,8 @@ class DenseProgram:
         if not len(embeddings):
             return {output.name: np.empty((0, *output.shape), output.dtype.numpy) for output in outputs}
         with torch.inference_mode():
-            # Rows may be columns of an answer, and a shared row may be broadcast: programs may take views of neither.
+            # Rows may be columns of an answer, and a shared row may be broadcast. Programs must not get views of
+            # either.
             arrays = (np.ascontiguousarray(array) for array in (embeddings, *inputs))
             scores = self._forward(*map(torch.from_numpy, arrays))
         return {output.name: tensor.numpy() for output, tensor in zip(outputs, scores, strict=True)}
@@ -279,7 +280,7 @@ def _rows_at(manifest: Manifest, part: DensePart) -> dict[str | None, int]:
 
 
 def _warn_of_read_only() -> None:
-    """Trigger and silence torch's warning about read-only tensors, which it gives once in a process."""
+    """Trigger and silence torch's warning about read-only tensors, which it prints once in a process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.from_numpy(np.broadcast_to(np.float32(0), 1))

@@ -1,7 +1,7 @@
-"""The dense part as an exported program: what `torch.export.save` wrote, as a function.
+"""The dense part as an exported program, which `torch.export.save` wrote, as a function.
 
-Loading one imports what torch.export needs: seconds, and 100 MB in each process. A call runs the operators of the
-graph one by one from Python, which costs a few microseconds for each.
+Loading one imports the modules of torch.export, which takes seconds, and 100 MB in each process. A call runs the
+operators of the graph from Python, which costs a few microseconds for each.
 """
 
 import io
@@ -18,7 +18,7 @@ from serving.lookup.gemm import prefer_onednn_in_graph
 
 # The environment variable by which `torch.load` refuses all but tensors.
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# Operators that check what is known: dtype and device of a tensor.
+# Operators that check the dtype and device of a tensor, which are known here.
 _CHECKS = ("aten._assert_tensor_metadata.default",)
 
 
@@ -26,15 +26,15 @@ def load_exported_program(content: bytes) -> Callable[..., Sequence[Tensor]]:
     """The forward of an exported program.
 
     Args:
-        content: of its file.
+        content: the content of its file.
 
     Returns:
         A function of the program's inputs. It checks neither their number nor their shapes.
 
     Raises:
-        Exception: torch cannot load it. torch does not say of which type.
+        Exception: torch cannot load it. torch does not document the type.
     """
-    import torch.export  # only where it is needed: it takes seconds
+    import torch.export  # imported here because it takes seconds
 
     with _no_pickled_objects():
         return forward_of(torch.export.load(io.BytesIO(content)))
@@ -42,9 +42,9 @@ def load_exported_program(content: bytes) -> Callable[..., Sequence[Tensor]]:
 
 @contextmanager
 def _no_pickled_objects() -> Iterator[None]:
-    """Inside the block, `torch.load` reads tensors alone.
+    """During the block, `torch.load` reads only tensors.
 
-    torch.export calls it with `weights_only=False` for what it cannot read otherwise, and that may run any code.
+    torch.export calls it with `weights_only=False` for other objects, which may run any code.
     """
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
@@ -58,17 +58,17 @@ def _no_pickled_objects() -> Iterator[None]:
 
 
 def forward_of(program: "torch.export.ExportedProgram") -> Callable[..., Sequence[Tensor]]:
-    """The forward of an exported program, without the checks that torch.export makes in each call.
+    """The forward of an exported program, without torch.export's checks in each call.
 
     Args:
-        program: with a graph whose nodes are operators. It shares its tensors with the function.
+        program: a program with a graph of operators. It shares its tensors with the function.
     """
-    # The graph takes the weights as its first inputs. `ExportedProgram.module` reads them from a module instead. That
-    # takes as long as the operators of a small network.
+    # The graph takes the weights as its first inputs. `ExportedProgram.module` reads them from a module instead,
+    # which takes as long as the operators of a small network.
     weights = [_tensor(program, spec) for spec in program.graph_signature.input_specs if not _is_user_input(spec)]
     graph = program.graph_module.graph
     for node in list(graph.nodes):
-        node.meta.clear()  # fake tensors, which hold the symbols of shapes
+        node.meta.clear()  # fake tensors, which keep the symbols of shapes
         if str(node.target) in _CHECKS:
             graph.erase_node(node)
     prefer_onednn_in_graph(graph, weights)

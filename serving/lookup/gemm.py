@@ -1,9 +1,9 @@
-"""Products of large matrices in a dense part: by the library that is fast on this processor.
+"""Products of large matrices in a dense part, by the library that is fast on this processor.
 
-torch calls MKL for them. On AMD's processors MKL takes its plainest code, and oneDNN, which torch has as well, takes
-half of the time. But each call of oneDNN costs 10 µs, and each new number of rows half a millisecond once and up to
-2 MB for good. So it gets few numbers of rows. Small products stay with MKL, and so do the last rows of large ones. On
-other processors nothing is changed.
+torch uses MKL for them. On AMD's processors, MKL runs its slowest code, and oneDNN, which torch also has, takes half
+of the time. But each call of oneDNN costs 10 µs, and each new number of rows costs half a millisecond once and keeps
+up to 2 MB. So oneDNN is called with only a few different numbers of rows. MKL still computes small products, and the
+last rows of large ones. On other processors nothing is changed.
 """
 
 import platform
@@ -16,27 +16,27 @@ from typing import Any
 import torch
 from torch import fx
 
-# Numbers in the weight of a layer, from which on oneDNN is worth its call.
+# Minimum numbers in the weight of a layer for which oneDNN is faster.
 _LARGE_WEIGHT = 1 << 14
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
 def prefer_onednn(program: "torch.jit.ScriptModule", *, takes_weights: bool = False) -> None:
-    """Have a frozen program make products of large FP32 weights by oneDNN, where the processor is AMD's.
+    """Make a frozen program compute products of large FP32 weights by oneDNN, if the processor is AMD's.
 
     Args:
-        program: changed in place; not called before.
-        takes_weights: whether some weights are inputs of the program, of one shape in all calls.
+        program: a program that was never called. It is changed in place.
+        takes_weights: whether weights are inputs of the program, with the same shapes in all calls.
     """
     if _has_faster_onednn():
         replace_large_products(program.graph, takes_weights=takes_weights)
 
 
 def prefer_onednn_in_graph(graph: fx.Graph, weights: Sequence[Any]) -> None:
-    """Have the graph of an exported program make products of large FP32 weights by oneDNN, as `prefer_onednn`.
+    """Make the graph of an exported program compute products of large FP32 weights by oneDNN, as `prefer_onednn`.
 
     Args:
-        graph: changed in place.
+        graph: the graph, which is changed in place.
         weights: the values of its first inputs.
     """
     if _has_faster_onednn():
@@ -58,11 +58,11 @@ def replace_large_products(graph: Any, *, takes_weights: bool = False) -> int:
     """Replace each `linear` whose weight is a large FP32 constant, or an input of the graph.
 
     Args:
-        graph: of TorchScript; changed in place.
-        takes_weights: whether weights may be inputs. How large these are is found in each call.
+        graph: a graph of TorchScript, which is changed in place.
+        takes_weights: whether weights may be inputs, whose sizes are checked in each call.
 
     Returns:
-        How many were replaced.
+        The number of replaced nodes.
     """
     replaced = 0
     for node in graph.findAllNodes("aten::linear"):
@@ -82,7 +82,7 @@ def replace_large_products(graph: Any, *, takes_weights: bool = False) -> int:
 
 
 def replace_large_products_in_graph(graph: fx.Graph, weights: Sequence[Any]) -> int:
-    """Put `linear` in place of each `aten.linear` whose weight is a large FP32 tensor; the number of these."""
+    """Replace each `aten.linear` whose weight is a large FP32 tensor by `linear`. Returns the number of these."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     large = {node for node, weight in zip(placeholders, weights, strict=False) if _is_large(weight)}
     products = [
@@ -104,9 +104,9 @@ def _scripted(function: Any) -> Any:
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`torch.nn.functional.linear` of FP32; as TorchScript.
+    """`torch.nn.functional.linear` of FP32, in TorchScript.
 
-    oneDNN gets blocks of 64, 128, 256, 512 and 1,024 rows, and the rest is less than 64.
+    oneDNN computes blocks of 64, 128, 256, 512 and 1,024 rows, and MKL the remaining rows, fewer than 64.
     """
     columns = weight.size(1)
     row_count = rows.numel() // columns
@@ -114,7 +114,7 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
         return torch.nn.functional.linear(rows, weight, bias)
     if row_count == 64 or row_count == 128 or row_count == 256 or row_count == 512 or row_count == 1024:
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    if columns < weight.size(0):  # to put parts together costs more than is gained
+    if columns < weight.size(0):  # joining parts costs more than oneDNN saves
         return torch.nn.functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, columns)
     parts: list[torch.Tensor] = []
@@ -133,7 +133,7 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 
 def linear_if_large(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`linear` if the weight is large and of FP32; as TorchScript, which does not read `_LARGE_WEIGHT`."""
+    """`linear` if the weight is a large FP32 tensor, in TorchScript, which cannot read `_LARGE_WEIGHT`."""
     if weight.numel() < 16384 or weight.dtype != torch.float32:
         return torch.nn.functional.linear(rows, weight, bias)
     return linear(rows, weight, bias)

@@ -1,7 +1,7 @@
-"""The vector instructions of the processor that FBGEMM's CPU kernels use, as FBGEMM itself says.
+"""The vector instructions of the processor that FBGEMM's CPU kernels use, as FBGEMM reports them.
 
-Without vector instructions FBGEMM looks rows up with its reference kernels. They take 10 to 30 times as long, and
-nothing says so (`serving.torch_libraries` has the cause and the cure).
+Without vector instructions FBGEMM looks rows up with its reference kernels, which take 10 to 30 times as long. FBGEMM
+does not warn of this (`serving.torch_libraries` has the cause and the cure).
 """
 
 import ctypes
@@ -26,12 +26,12 @@ class SlowKernelWarning(RuntimeWarning):
 def instruction_set() -> str:
     """The instruction set that FBGEMM chose its kernels for: a name of `inst_set_t`, such as "avx2".
 
-    FBGEMM's libraries have to be loaded (`serving.lookup.program.load_fbgemm`). The first call takes half a
-    millisecond, to find the library.
+    Load FBGEMM's libraries before (`serving.lookup.program.load_fbgemm`). The first call takes half a millisecond to
+    find the library.
 
     Returns:
-        "anyarch" for the reference kernels. The number of an `inst_set_t` without a known name. "unknown" if this
-        release of FBGEMM does not say.
+        The name; "anyarch" for the reference kernels; the number of an `inst_set_t` without a known name; or
+        "unknown" if this release of FBGEMM does not report it.
     """
     package = importlib.util.find_spec("fbgemm_gpu")
     if package is None or package.origin is None:
@@ -45,10 +45,10 @@ def instruction_set() -> str:
 
 
 def slow_kernels(chosen: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Say that FBGEMM uses its reference kernels on a processor with vector instructions, and what to do.
+    """A warning that FBGEMM uses its reference kernels on a processor with vector instructions, with advice.
 
     Args:
-        chosen: what `instruction_set` returned.
+        chosen: the result of `instruction_set`.
         cpuinfo: Linux's description of the processor.
 
     Returns:

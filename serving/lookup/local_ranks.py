@@ -1,4 +1,4 @@
-"""The ranks of a bundle that are all in this process: one call of the program for a batch, several if it is large."""
+"""The ranks of a bundle in this process: one call of the program for a batch, or several for a large batch."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,14 +18,14 @@ class LocalRanks:
     """The program of a bundle over its memory-mapped weights.
 
     Args:
-        bundle: one whose ranks are all on this host.
+        bundle: a bundle whose ranks are all on this host.
         weights: its weights files.
-        threads: how many threads look up a large batch, the calling one included.
+        threads: the number of threads that look up a large batch, the calling one included.
 
     Attributes:
         loaded_program: the program, and how it runs.
-        forward: of the program. It takes `arguments(batch)`.
-        counts, replicas, host_times: empty, because no host is asked.
+        forward: the program's forward. It takes `arguments(batch)`.
+        counts, replicas, host_times: empty, because there are no hosts.
 
     Raises:
         BundleError: the program cannot be loaded.
@@ -47,7 +47,7 @@ class LocalRanks:
             self._pieces = ParallelLookup(self.loaded_program.program.look_up_pieces, bundle.manifest, threads)
 
     def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
-        """Look up each batch: one TBE call for each rank. For a large batch, several threads make several."""
+        """Look up each batch: one TBE call for each rank, or several calls on several threads for a large batch."""
         if (ahead := self._weights.ahead) is not None:
             for batch in batches:
                 ahead.ask(batch)
@@ -66,9 +66,9 @@ class LocalRanks:
         """Do nothing: there are no hosts."""
 
     def check(self) -> None:
-        """Do nothing: there are no hosts that could fail."""
+        """Do nothing: there are no hosts."""
 
     def close(self) -> None:
-        """End the threads, if there are any. Batches are still answered, on the calling thread."""
+        """End the threads. Batches are still answered, on the calling thread."""
         if self._pieces is not None:
             self._pieces.close()

@@ -9,16 +9,16 @@ from serving.lookup.tbe_call import Segment, SumsToAnswer, TbeCall
 
 
 class OneRankProgram(nn.Module):
-    """All tables whole on one rank: exactly one TBE call, no split and no merge.
+    """The lookup of whole tables on one rank: one TBE call, without splitting and merging.
 
-    A TBE call pools either by SUM or by MEAN. Where a model has both, the call sums, and the means are divided
-    afterwards. A table that is not pooled is asked for by bags of one id: they are its rows either way.
+    A TBE call pools either by SUM or by MEAN. If a model has both, the call sums, and the means are divided
+    afterwards. The rows of a table that is not pooled are bags of one id, for which SUM and MEAN are the same.
 
     Args:
-        manifest: features, tables and plan. Its parity and files are not read.
+        manifest: the features, tables and plan. Its parity and files are not read.
 
     Attributes:
-        weights_host: one tensor, uint8, the bytes of the rank. It is empty until the engine sets it.
+        weights_host: a list of one tensor, uint8, the bytes of the rank. It is empty until the engine sets it.
         placement_digest: `Manifest.placement_digest` of the manifest that this was compiled for.
     """
 
@@ -30,7 +30,7 @@ class OneRankProgram(nn.Module):
         tables = manifest.feature_tables
         poolings = {table.pooling for table in tables} - {Pooling.NONE}
         self.mixed = len(poolings) > 1
-        # Where means are divided afterwards, the call answers FP32, which is rounded once.
+        # If means are divided afterwards, the call returns FP32, which is rounded once.
         output_dtype = OutputDtype.FP32 if self.mixed else manifest.output_dtype
         self.placement_digest = manifest.placement_digest
         self.weights_host = [torch.empty(0, dtype=torch.uint8)]
@@ -49,9 +49,9 @@ class OneRankProgram(nn.Module):
 
         Args:
             values: int64 [N], the ids, feature-major, each in [0, rows).
-            offsets: int64 [F·B + 1], where each bag starts in `values`; the last is N.
+            offsets: int64 [F·B + 1], the start of each bag in `values`; the last is N.
             per_sample_weights: float32 [N], or None.
-            features: int64 [F], positions in the manifest of the features asked for. None: all, in its order.
+            features: int64 [F], the positions of the requested features in the manifest, or None for all features.
 
         Returns:
             [B, D], float32 or float16.

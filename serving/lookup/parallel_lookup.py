@@ -1,7 +1,7 @@
-"""A large batch, cut into pieces that several threads look up.
+"""The lookup of a large batch by several threads, each of which looks up some pieces of it.
 
-A batch is feature-major: the ids of neighbouring features are adjacent, and so are those of neighbouring samples of
-one feature. So a cut can be between any two bags, and no id is copied. Each thread calls the program for its pieces,
+A batch is feature-major: the ids of neighbouring features are adjacent, as are the ids of neighbouring samples of a
+feature. So a cut can be between any two bags, and no id is copied. Each thread calls the program for its pieces,
 block by block.
 """
 
@@ -39,16 +39,16 @@ class Sizes:
     """The bytes that the lookup of a batch over F features and B samples reads and writes.
 
     Args:
-        offsets: of the batch, int64 [F·B + 1]. B is at least 1.
-        of_id: bytes that an id of each feature costs [F].
-        of_bag: bytes that a bag of each feature costs, without its ids [F].
+        offsets: the offsets of the batch, int64 [F·B + 1]. B is at least 1.
+        of_id: the cost of an id of each feature in bytes [F].
+        of_bag: the cost of a bag of each feature in bytes, without its ids [F].
 
     Attributes:
         samples: B.
         ends: the sum of the bytes of each feature and all before it [F].
     """
 
-    # Lists, not arrays: they are faster for few features, and no thread can begin before this is done.
+    # Lists, not arrays: they are faster for few features, and no thread can start before this is done.
     def __init__(self, offsets: Ids, of_id: Sequence[int], of_bag: Sequence[int]) -> None:
         self.samples = (offsets.size - 1) // len(of_id)
         self._offsets, self._of_id, self._of_bag = offsets, of_id, of_bag
@@ -60,7 +60,7 @@ class Sizes:
         self.ends = [*accumulate(map(int.__add__, ids, bags))]
 
     def place(self, share: float, slack: float) -> tuple[int, int]:
-        """The cut with `share` bytes before it: in front of which feature and sample it is. `slack` as in `cut`."""
+        """The feature and the sample after the cut with `share` bytes before it. `slack` as for `cut`."""
         feature = min(bisect_right(self.ends, share), len(self.ends) - 1)
         start = self.ends[feature - 1] if feature else 0
         if share - start <= slack:
@@ -82,12 +82,12 @@ def cut(sizes: Sizes, shares: Sequence[float], slack: float) -> list[list[Piece]
     """Cut a batch into parts of adjacent pieces.
 
     Args:
-        sizes: of the batch.
-        shares: how large each part should be, in bytes. Bags are not divided, so a cut may be off by one bag.
-        slack: by how many bytes a cut may be moved to be between two features, which saves a call.
+        sizes: the sizes of the batch.
+        shares: the size of each part in bytes. Bags are not divided, so a cut may be off by one bag.
+        slack: the bytes by which a cut may be moved to lie between two features, which saves a call.
 
     Returns:
-        One part for each share, in order: three pieces at most, or none.
+        A part for each share, in order: at most three pieces.
     """
     cuts = [(0, 0)]
     for share in [*accumulate(shares)][:-1]:
@@ -97,7 +97,7 @@ def cut(sizes: Sizes, shares: Sequence[float], slack: float) -> list[list[Piece]
 
 
 def _between(first: tuple[int, int], last: tuple[int, int], samples: int) -> Iterator[Piece]:
-    """The pieces between two cuts, each given as (feature, sample)."""
+    """The pieces between two cuts, each as (feature, sample)."""
     (feature, sample), (last_feature, last_sample) = first, last
     if sample and feature < last_feature:
         yield Piece(feature, feature + 1, sample, samples)
@@ -110,17 +110,17 @@ def _between(first: tuple[int, int], last: tuple[int, int], samples: int) -> Ite
 
 
 # Costs, in bytes that are read and written. Figures: docs/decisions/0011-request-path.md.
-# The least work for a thread.
+# The minimum work of a thread.
 LEAST = 8 << 20
-# Most bytes of an answer that one call of the program makes: it is still in the core's cache when it is copied.
+# Maximum bytes of the answer of a call, so that it is still in the core's cache when it is copied.
 BLOCK = 1 << 19
 # Finding a row takes about as long as reading OF_AN_ID bytes. If no cache holds its table, it takes as long as MISS.
 OF_AN_ID = 64
 LARGE_TABLE = 32 << 20
 MISS = 288
-# How much more the calling thread does: it works while the others wake up, and while it would wait for them.
+# The additional work of the calling thread, which works while the others wake up instead of waiting for them.
 HEAD_START = 1 << 19
-# The cost of one more call of the program.
+# The cost of another call of the program.
 CALL = 1 << 17
 # How often the answer to a block is written: by the program, and as a copy in the whole answer.
 _MOVES = 2
@@ -131,8 +131,8 @@ class ParallelLookup:
 
     Args:
         look_up: `look_up_pieces` of a program.
-        manifest: of the bundle.
-        threads: how many threads look up, the calling one included.
+        manifest: the manifest of the bundle.
+        threads: the number of threads that look up, the calling one included.
     """
 
     def __init__(self, look_up: Callable[..., None], manifest: Manifest, threads: int) -> None:
@@ -153,9 +153,9 @@ class ParallelLookup:
         self._threads.close()
 
     def answer(self, batch: Batch) -> Embeddings | None:
-        """The embeddings [B, D], bit for bit as one call of the program gives them. None: the batch is too small.
+        """The embeddings [B, D], bit for bit as one call of the program would, or None for a small batch.
 
-        Their memory is used again once nothing refers to it.
+        Their memory is reused once nothing refers to it.
         """
         feature_set, offsets = batch.feature_set, batch.offsets
         bags = offsets.size - 1
@@ -198,15 +198,15 @@ def look_up_pieces(
     block: int,
     pieces: list[tuple[int, int, int, int]],
 ) -> None:
-    """Look up pieces, block by block, and write them to `answer`. This is Python and TorchScript.
+    """Look up pieces, block by block, and write them to `answer`. This code is Python and TorchScript.
 
     Args:
         values, offsets, per_sample_weights, features: the arguments of a program for the batch, see `arguments`.
             features is int64 [F].
         columns: the first column of each feature in the answer, then D [F + 1].
-        answer: of the whole batch, [B, D] in the program's dtype. Only the pieces are written.
-        block: the most numbers that one call of the program returns, but at least one bag.
-        pieces: of the batch, as `Piece`.
+        answer: the answer to the whole batch, [B, D] in the program's dtype. Only the pieces are written.
+        block: the maximum numbers that a call of the program returns; a call returns at least one bag.
+        pieces: the pieces, as tuples of the fields of `Piece`.
     """
     samples = answer.size(0)
     for feature, last_feature, first_sample, last_sample in pieces:

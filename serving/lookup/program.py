@@ -1,7 +1,7 @@
 """Load the lookup program of a bundle, and the libraries of FBGEMM that it calls.
 
-`program.pt` is the program as TorchScript. Without it, or where torch cannot load it, the same program is built from
-the manifest. It answers bit for bit the same, and takes longer for small requests (docs/decisions/0005-lookup.md).
+`program.pt` is the program as TorchScript. Without it, or if torch cannot load it, the same program is built from the
+manifest. Its answers are the same, bit for bit, but small requests take longer (docs/decisions/0005-lookup.md).
 """
 
 import importlib.util
@@ -33,11 +33,11 @@ _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")
 def load_fbgemm() -> None:
     """Check the pins, then load FBGEMM's libraries.
 
-    The package itself is not imported. Its __init__ also loads the libraries for training and the meta operators for
-    compilers. That is 500 modules, sympy among them: 35 MB and half a second in each process.
+    The package itself is not imported, because its __init__ also loads the libraries for training and the meta
+    operators for compilers: 500 modules such as sympy, with 35 MB and half a second in each process.
 
     Raises:
-        EnvironmentMismatch: an installed version differs from its pin (`serving.pins`), or a library is missing, or
+        EnvironmentMismatch: an installed version differs from its pin (`serving.pins`), or a library is missing or
             cannot be loaded.
 
     Warns:
@@ -70,9 +70,9 @@ class LoadedProgram:
     """The lookup program of a bundle in this process.
 
     Attributes:
-        program: has `forward`, which takes `serving.lookup.ranks.arguments`, and the methods that were asked for.
+        program: has `forward`, which takes `serving.lookup.ranks.arguments`, and the requested methods.
         form: TORCHSCRIPT: from `program.pt`. PLAIN: a module built from the manifest.
-        failure: why `program.pt` is not used, in a line. None: it is used, or the bundle has none.
+        failure: why `program.pt` is not used, in a line; None if it is used, or the bundle has none.
     """
 
     program: Any
@@ -86,13 +86,13 @@ def load_program(
     methods: Sequence[str] = (),
     added: Sequence[Callable[..., None]] = (),
 ) -> LoadedProgram:
-    """Load the lookup program of `bundle` over its weights: its TorchScript, or a plain module where torch cannot.
+    """Load the lookup program of a bundle over its weights: its TorchScript, or else a plain module.
 
     Args:
         bundle: the bundle.
-        weights: of each rank, uint8, its bytes.
+        weights: the bytes of each rank, uint8.
         methods: the methods of the program that are called beside `forward`.
-        added: functions that become methods of the program. Their source is TorchScript.
+        added: functions that become methods of the program. Their source must be valid TorchScript.
 
     Raises:
         EnvironmentMismatch: torch and FBGEMM do not work together.
@@ -117,14 +117,15 @@ def load_torchscript(bundle: Bundle) -> "tuple[torch.jit.ScriptModule | None, st
     """The `program.pt` of a bundle, without weights, and why torch cannot load it.
 
     Returns:
-        The program and None; None and a line; or None and None: the bundle has no `program.pt`.
+        The program and None; None and a line; or, if the bundle has no `program.pt`, None and None.
 
     Raises:
         BundleError: the file changed after the export, or it belongs to another manifest.
     """
     if PROGRAM not in bundle.manifest.files:
         return None, None
-    # TorchScript is code. Load the very bytes that were compared with their digest: the file may change after that.
+    # TorchScript is code. Load the bytes that were compared with their digest, because the file may change after
+    # that.
     content = io.BytesIO(read_checked(bundle.path / PROGRAM, bundle.manifest.files[PROGRAM]))
     try:
         with torchscript():
@@ -148,8 +149,8 @@ def _frozen(
 ) -> Any:
     """`program` over weights, with its constants folded.
 
-    What is added becomes a method of the program, and is freed with it. `torch.jit.script` would keep what it
-    compiles, and the mapped weights files with it, until the process ends.
+    Functions in `added` become methods of the program, and are freed with it. `torch.jit.script` would keep what it
+    compiles, together with the mapped weights files, until the process ends.
     """
     program.weights_host = [*weights]
     with torchscript():

@@ -17,10 +17,10 @@ class PlacedSegment:
     """A segment and its place in the model.
 
     Attributes:
-        feature: position of the feature in the manifest.
+        feature: the position of the feature in the manifest.
         shard: the shard that the feature reads.
-        block: number of the shard's block among the blocks of rows that its table is cut into.
-        dtype: of the shard's rows.
+        block: the number of the shard's block among the blocks of rows that its table is cut into.
+        dtype: the dtype of the shard's rows.
     """
 
     feature: int
@@ -30,23 +30,23 @@ class PlacedSegment:
 
 
 class RankLookup(nn.Module):
-    """The S segments of one rank: which bags they take, their TBE call, and where its sums belong.
+    """The S segments of one rank: their bags, their TBE call, and the columns of their sums in the answer.
 
-    A tile is a few columns of an answer that no segment cuts. Widths and columns are counted in tiles here.
-    `positions` is always what `ShardedProgram.positions_of` returns: the place of each feature of the model among
-    the F features asked for, −1 where it is not asked for.
+    A tile is a group of columns of an answer that no segment cuts. Widths and columns are counted in tiles here.
+    `positions` is always the result of `ShardedProgram.positions_of`: the position of each feature of the model among
+    the F requested features, or −1 if it is not requested.
 
     Args:
-        segments: ordered by feature.
-        widths: width of each feature of the model, in tiles.
-        tile: columns of a tile.
-        row_alignment: of the rank's bytes.
+        segments: the segments, ordered by feature.
+        widths: the width of each feature of the model, in tiles.
+        tile: the columns of a tile.
+        row_alignment: the alignment of the rank's rows.
 
     Attributes:
-        feature, block, width, column: int64 [S], of each segment: position of its feature, number of its block of
-            rows, its width, and its first column in the feature.
+        feature, block, width, column: int64 [S], for each segment the position of its feature, the number of its
+            block of rows, its width, and its first column in the feature.
         widths: int64 [features of the model].
-        all_targets: int64, `targets` where all features are asked for.
+        all_targets: int64, `targets` if all features are requested.
         holds_all: whether the sums have all columns of the answer, in order.
     """
 
@@ -71,27 +71,27 @@ class RankLookup(nn.Module):
         self.holds_all = self.all_targets.equal(torch.arange(sum(widths)))
 
     def sources(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Which bags the segments asked for take.
+        """The bags of the requested segments.
 
         Args:
-            features: int64 [F], the features asked for.
+            features: int64 [F], the requested features.
             positions: int64 [features of the model].
 
         Returns:
-            int64 [segments asked for], block · F + position of the feature.
+            int64 [requested segments], block · F + position of the feature.
         """
         position = positions.index_select(0, self.feature)
         return (self.block * features.size(0) + position)[position >= 0]
 
     def targets(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Which tile of the answer each tile of the sums is added to.
+        """The tile of the answer that each tile of the sums is added to.
 
         Args:
-            features: int64 [F], the features asked for.
+            features: int64 [F], the requested features.
             positions: int64 [features of the model].
 
         Returns:
-            int64 [tiles of the segments asked for], the numbers of the answer's tiles.
+            int64 [tiles of the requested segments], the numbers of the answer's tiles.
         """
         position = positions.index_select(0, self.feature)
         is_requested = position >= 0
@@ -109,17 +109,17 @@ class RankLookup(nn.Module):
         per_sample_weights: Tensor | None,
         positions: Tensor | None,
     ) -> Tensor:
-        """Partial sums of the segments asked for, side by side.
+        """The partial sums of the requested segments, side by side.
 
         Args:
             weights_host: uint8, the rank's bytes.
             values: int64 [n], rows of the shards, segment-major.
-            lengths: int64 [segments asked for, B], bag sizes.
+            lengths: int64 [requested segments, B], bag sizes.
             per_sample_weights: float32 [n], or None.
-            positions: int64 [features of the model], or None where all are asked for.
+            positions: int64 [features of the model], or None if all features are requested.
 
         Returns:
-            float32 [B, columns of the segments asked for].
+            float32 [B, columns of the requested segments].
         """
         segments: Tensor | None = None
         if positions is not None:
@@ -134,9 +134,9 @@ class RankLookup(nn.Module):
         """Add this rank's partial sums to the sums of the ranks before it.
 
         Args:
-            sums: float32 [B, D], of the ranks before; may be overwritten. None: this is the first rank.
-            part: float32 [B, columns of the segments asked for], this rank's; may be overwritten.
-            features: int64 [F], the features asked for, or None for all.
+            sums: float32 [B, D], the sums of the ranks before, or None for the first rank. They may be overwritten.
+            part: float32 [B, columns of the requested segments], the sums of this rank. They may be overwritten.
+            features: int64 [F], the requested features, or None for all.
             positions: int64 [features of the model], or None for all.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The answers of ranks to batches, and what requests lack where a host is lost."""
+"""The answers of ranks to batches, and the effects of lost hosts on requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from serving.errors import HostUnavailable, ServingError, listed, shown
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings
 
-# Most hosts that the error of a request names.
+# Maximum hosts that the error of a request names.
 _MOST_HOSTS = 3
 
 
@@ -17,8 +17,8 @@ class LostHost(NamedTuple):
     """A host that sent no partial sums for a request.
 
     Attributes:
-        error: why. It names the host.
-        tables: the tables of which the request needs rows that the host holds.
+        error: the reason. It names the host.
+        tables: the tables whose rows on the host the request needs.
     """
 
     error: ServingError
@@ -30,9 +30,9 @@ class BatchAnswer(NamedTuple):
 
     Attributes:
         embeddings: the features of the batch side by side; float32 or float16 [B, D].
-        lost: the requests that got no answer, by their position in the batch, each with the hosts that it lacks.
-        zeroed: the requests that lack rows of a lost host, by their position, each with the tables of those rows.
-            They have zeros in place of them.
+        lost: the requests without an answer, by their position in the batch, with the lost hosts that they need.
+        zeroed: the requests with zeros in place of a lost host's rows, by their position, with the tables of these
+            rows.
     """
 
     embeddings: Embeddings
@@ -41,7 +41,7 @@ class BatchAnswer(NamedTuple):
 
 
 def failed_of(answered: Sequence[BatchAnswer]) -> dict[int, ServingError]:
-    """The errors of requests that lack an answer, by their position.
+    """The errors of requests without an answer, by their position.
 
     Args:
         answered: batches of the same requests, each for some of their features.
@@ -62,10 +62,10 @@ def failed_of(answered: Sequence[BatchAnswer]) -> dict[int, ServingError]:
 
 
 def zeroed_of(answered: Sequence[BatchAnswer]) -> dict[str, int]:
-    """How many requests got zeros for a table, by table. Requests that got no answer do not count.
+    """The number of requests that got zeros for a table, by table. Requests without an answer do not count.
 
     Args:
-        answered: as in `failed_of`.
+        answered: as for `failed_of`.
     """
     tables: dict[int, frozenset[str]] = {}
     for answer in answered:
@@ -87,11 +87,11 @@ def _error_of(losses: Sequence[LostHost]) -> ServingError:
 
 
 def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The arguments of a program for a batch. They share memory with it.
+    """The arguments of a program for a batch, which share memory with it.
 
     Returns:
-        values int64 [N], offsets int64 [F·B + 1], per-id weights float32 [N] or None, and features int64 [F]: their
-        positions in the manifest. None for features means the manifest's order, which is compiled in.
+        values int64 [N], offsets int64 [F·B + 1], per-id weights float32 [N] or None, and the positions of the
+        features in the manifest, int64 [F], or None for all features in the manifest's order.
     """
     features = None if batch.feature_set.default else torch.from_numpy(batch.feature_set.positions)
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)

@@ -1,7 +1,7 @@
-"""A lookup over several ranks: split the request, one TBE call on each rank, merge the answers.
+"""A lookup over several ranks: split the request, make one TBE call on each rank, and merge the answers.
 
-Each of the three steps is a method of its own, so that ranks can be on other hosts: the router splits and merges,
-and each rank looks up.
+Each of the three steps is a method, so that ranks can be on other hosts: the router splits and merges, and each rank
+looks up.
 
 A segment is one feature over one shard. Segments are ordered rank by rank, and by feature on each rank.
 """
@@ -19,22 +19,22 @@ from serving.lookup.tbe_call import SumsToAnswer
 
 
 class ShardedProgram(nn.Module):
-    """Tables cut or copied over ranks, every way that a plan can.
+    """The lookup of tables that are cut or copied over ranks, for all plans.
 
-    `values`, `offsets`, `per_sample_weights` and `features` are everywhere those of the request, as
-    `serving.lookup.one_rank_program.OneRankProgram.forward` takes them.
+    `values`, `offsets`, `per_sample_weights` and `features` always describe the request, as for
+    `serving.lookup.one_rank_program.OneRankProgram.forward`.
 
     Args:
-        manifest: features, tables and plan. Its parity and files are not read.
+        manifest: the features, tables and plan. Its parity and files are not read.
 
     Attributes:
-        weights_host: of each rank, uint8, its bytes. They are empty until the engine sets them.
+        weights_host: the bytes of each rank, uint8. They are empty until the engine sets them.
         placement_digest: `Manifest.placement_digest` of the manifest that this was compiled for.
-        row_bounds: of each feature, int64 [blocks + 1], where the blocks of its table's rows begin and end.
-        most_blocks: the number of blocks of rows of the table that has most.
-        order: int32 [segments], `split_order` where all features are asked for.
+        row_bounds: for each feature the bounds of its table's blocks of rows, int64 [blocks + 1].
+        most_blocks: the largest number of blocks of rows of a table.
+        order: int32 [segments], `split_order` if all features are requested.
         is_cut_in_order: whether ids that were cut by blocks of rows are in the order of the segments.
-        tile: columns of a tile. No segment cuts a tile.
+        tile: the columns of a tile. No segment cuts a tile.
     """
 
     weights_host: list[Tensor]
@@ -68,7 +68,7 @@ class ShardedProgram(nn.Module):
         """The position of each feature of the model in `features`, or −1 if the request does not ask for it.
 
         Args:
-            features: int64 [F], the features asked for.
+            features: int64 [F], the requested features.
 
         Returns:
             int64 [features of the model].
@@ -78,24 +78,24 @@ class ShardedProgram(nn.Module):
         return positions
 
     def split_order(self, features: Tensor, positions: Tensor) -> Tensor:
-        """Which bags the segments asked for take, rank by rank.
+        """The bags of the requested segments, rank by rank.
 
         Args:
-            features: int64 [F], the features asked for.
+            features: int64 [F], the requested features.
             positions: int64 [features of the model], as `positions_of` returns them.
 
         Returns:
-            int32 [segments asked for], block · F + position of the feature.
+            int32 [requested segments], block · F + position of the feature.
         """
         return torch.cat([rank.sources(features, positions) for rank in self.ranks]).int()  # type: ignore[operator]
 
     def split(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """What each rank is asked.
+        """The inputs of each rank's lookup.
 
         Returns:
-            For each rank: rows of its shards, int64 [n]; bag sizes, int64 [segments asked for, B]; weights,
+            For each rank: rows of its shards, int64 [n]; bag sizes, int64 [requested segments, B]; weights,
             float32 [n], or None.
         """
         bounds = self.row_bounds
@@ -116,10 +116,10 @@ class ShardedProgram(nn.Module):
     def _cut_rows(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, bounds: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sort ids by the block of rows that they are in, and count them from the beginning of their block.
+        """Sort ids by their blocks of rows, and count them from the start of their block.
 
         Args:
-            bounds: `row_bounds` of the F features asked for.
+            bounds: `row_bounds` of the F requested features.
 
         Returns:
             Bag sizes, int64 [blocks · F, B]; ids, int64 [N]; weights, float32 [N], or None.
@@ -143,7 +143,7 @@ class ShardedProgram(nn.Module):
     def _by_rank(
         self, values: Tensor, lengths: Tensor, weights: Tensor | None, positions: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Hand out ids [N], bag sizes [segments asked for, B] and weights [N], which are in the order of segments."""
+        """Divide ids [N], bag sizes [requested segments, B] and weights [N], in the order of segments, by rank."""
         requests: list[tuple[Tensor, Tensor, Tensor | None]] = []
         segment, id_ = 0, 0
         for rank in self.ranks:
@@ -172,14 +172,14 @@ class ShardedProgram(nn.Module):
         """One rank's partial sums.
 
         Args:
-            rank: number of the rank.
+            rank: the number of the rank.
             values: int64 [n], as `split` returns them for the rank.
-            lengths: int64 [segments asked for, B], likewise.
+            lengths: int64 [requested segments, B], likewise.
             per_sample_weights: float32 [n] or None, likewise.
-            features: the request's.
+            features: the features of the request.
 
         Returns:
-            float32 [B, columns of the rank's segments asked for].
+            float32 [B, columns of the rank's requested segments].
         """
         positions = None if features is None else self.positions_of(features)
         pooled = torch.empty(0)
@@ -192,9 +192,9 @@ class ShardedProgram(nn.Module):
         """The answer from the partial sums of all ranks.
 
         Args:
-            pooled: of each rank, what `lookup` returns; may be overwritten.
-            offsets: the request's.
-            features: the request's.
+            pooled: the result of `lookup` for each rank. It may be overwritten.
+            offsets: the offsets of the request.
+            features: the features of the request.
 
         Returns:
             [B, D], float32 or float16.
@@ -209,14 +209,14 @@ class ShardedProgram(nn.Module):
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> Tensor:
-        """Look up and pool, as `serving.lookup.one_rank_program.OneRankProgram.forward` says."""
+        """Look up and pool, as `serving.lookup.one_rank_program.OneRankProgram.forward`."""
         requests = self.split(values, offsets, per_sample_weights, features)
         positions = None if features is None else self.positions_of(features)
         sums: Tensor | None = None
         for number, rank in enumerate(self.ranks):
             ids, lengths, weights = requests[number]
             rows = self.weights_host[number]
-            # Added at once, so that the next rank's sums take the memory that this one's leave.
+            # Added at once, so that the next rank's sums reuse the memory of this rank's.
             sums = rank.add_to(sums, rank.forward(rows, ids, lengths, weights, positions), features, positions)  # type: ignore[operator]
         assert sums is not None  # noqa: S101
         return self.to_answer.forward(sums, offsets, features)

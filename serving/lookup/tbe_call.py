@@ -1,4 +1,4 @@
-"""The first and the last step of a lookup: one TBE call, and sums that become the answer."""
+"""The first and the last step of a lookup: one TBE call, and the conversion of its sums to the answer."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype, Pooling
 
-# fbgemm_gpu's EmbeddingLocation.HOST, PoolingMode and SparseType, as the operator takes them.
+# The operator's numbers for fbgemm_gpu's EmbeddingLocation.HOST, PoolingMode and SparseType.
 _HOST = 3
 _POOLING_MODE = {Pooling.SUM: 0, Pooling.MEAN: 1}
 _OUTPUT_DTYPE = {OutputDtype.FP32: 0, OutputDtype.FP16: 1}
@@ -22,12 +22,12 @@ _MAX_WIDTHS = ("max_int2_D", "max_int4_D", "max_int8_D", "max_float16_D", "max_f
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One feature over one shard, which FBGEMM itself calls a feature.
+    """A feature over a shard, which FBGEMM calls a feature.
 
     Attributes:
-        dtype: of the shard's rows.
-        width: columns of the shard.
-        offset_bytes: where the shard begins in the rank's bytes.
+        dtype: the dtype of the shard's rows.
+        width: the columns of the shard.
+        offset_bytes: the offset of the shard in the rank's bytes.
     """
 
     dtype: WeightDtype
@@ -39,18 +39,18 @@ class TbeCall(nn.Module):
     """The operator, and its constant arguments for the S segments of a rank.
 
     Args:
-        segments: in the order of the answer.
-        pooling: of all segments.
-        output_dtype: of the answer.
-        row_alignment: of the rank's bytes.
+        segments: the segments in the order of the answer.
+        pooling: the pooling of all segments.
+        output_dtype: the dtype of the answer.
+        row_alignment: the alignment of the rank's rows.
 
     Attributes:
-        weights_uvm: uint8 [0], for rows that are not on the host: there are none.
-        placements: int32 [S], where the rows are: all on the host.
+        weights_uvm: uint8 [0], because all rows are in host memory.
+        placements: int32 [S], the location of the rows: host memory.
         weights_offsets: int64 [S], `Segment.offset_bytes`.
         weights_tys: uint8 [S], the number of the dtype in SparseType.
-        dims: int32 [S], widths.
-        d_offsets: int32 [S + 1], where each segment's columns begin in the answer; the last is `total_d`.
+        dims: int32 [S], the widths.
+        d_offsets: int32 [S + 1], the first column of each segment in the answer; the last is `total_d`.
         max_widths: the arguments `_MAX_WIDTHS`.
     """
 
@@ -85,12 +85,12 @@ class TbeCall(nn.Module):
         Args:
             weights_host: uint8, the rank's bytes.
             values: int64 [N], rows of the shards, segment-major.
-            offsets: int64 [segments asked for · B + 1], where each bag starts in `values`; the last is N.
+            offsets: int64 [requested segments · B + 1], the start of each bag in `values`; the last is N.
             per_sample_weights: float32 [N], or None.
-            segments: int64 [segments asked for], their positions among the S. None: all of them.
+            segments: int64 [requested segments], their positions among the S segments, or None for all.
 
         Returns:
-            [B, columns of the segments asked for], float32 or float16.
+            [B, columns of the requested segments], float32 or float16.
         """
         placements = self.placements
         weights_offsets = self.weights_offsets
@@ -106,7 +106,7 @@ class TbeCall(nn.Module):
             torch.cumsum(dims, 0, dtype=torch.int32, out=d_offsets[1:])
             total_d = int(d_offsets[-1])
         max_int2_d, max_int4_d, max_int8_d, max_float16_d, max_float32_d = self.max_widths
-        # By position: arguments by name take Python two microseconds longer.
+        # By position: passing arguments by name takes two microseconds longer.
         pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
             weights_host,
             self.weights_uvm,
@@ -149,12 +149,12 @@ class SumsToAnswer(nn.Module):
     """Multiplies MEAN features by 1/count, as FBGEMM's kernel itself does, and rounds once.
 
     Args:
-        manifest: features and tables.
+        manifest: the features and tables.
 
     Attributes:
-        is_mean: bool, whether a feature is a mean [features of the model].
-        dims: int64, width of a feature in the answer [features of the model].
-        tile: columns of a tile. Each tile of an answer belongs to one feature, whatever the features asked for.
+        is_mean: whether a feature is a mean, bool [features of the model].
+        dims: the width of a feature in the answer, int64 [features of the model].
+        tile: the columns of a tile. Each tile of an answer belongs to one feature.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -169,10 +169,10 @@ class SumsToAnswer(nn.Module):
         self.tile = math.gcd(*dims)
 
     def forward(self, sums: Tensor, offsets: Tensor, features: Tensor | None) -> Tensor:
-        """The answer that `sums` become.
+        """The answer for the sums of a lookup.
 
         Args:
-            sums: float32 [B, D]; may be overwritten.
+            sums: float32 [B, D], which may be overwritten.
             offsets: int64 [F·B + 1], as `OneRankProgram.forward` takes them.
             features: int64 [F] or None, as `OneRankProgram.forward` takes them.
 

@@ -7,15 +7,15 @@ from queue import SimpleQueue
 
 
 class Threads:
-    """Threads that sleep until there is work. They end with `close`, or with this object.
+    """Threads that sleep until there is work. They end with `close`, or when this object is deleted.
 
     Args:
-        count: how many, without the calling thread.
+        count: the number of threads, without the calling one.
     """
 
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # They refer to the tasks, not to this object: otherwise it would live as long as they do.
+        # They refer to the tasks, not to this object, which would otherwise never be deleted.
         threads = [
             threading.Thread(target=_work, args=(self._tasks,), name=f"lookup {number}", daemon=True)
             for number in range(count)
@@ -29,13 +29,13 @@ class Threads:
         self._end()
 
     def run(self, work: Sequence[Callable[[], object]]) -> None:
-        """Do all of `work`, the first item on the calling thread, and return when all is done.
+        """Do all items of `work`, the first one on the calling thread, and return when all are done.
 
-        The calling thread then does the items that no other has begun. So on a busy machine it does not wait for a
-        thread to wake up.
+        After its first item, the calling thread does items that no other thread has begun, so that on a busy machine
+        it does not wait for a thread to wake up.
 
         Raises:
-            Exception: the first that an item raised. All items are done by then.
+            Exception: the first exception of an item, after all items are done.
         """
         tasks = [_Task(work_item) for work_item in work]
         if self._end.alive:
@@ -49,7 +49,7 @@ class Threads:
 
 
 class _Task:
-    """An item of work, and a lock that is free when it is done. A caller that stops waiting harms no other task."""
+    """An item of work, and a lock that is released when it is done. A caller may stop waiting at any time."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -59,7 +59,7 @@ class _Task:
         self._undone.acquire()
 
     def do(self) -> None:
-        """Do the work, and keep what it raises. If another thread has begun it, return at once."""
+        """Do the work, and keep its exception. If another thread has begun it, return at once."""
         if not self._begun.acquire(blocking=False):
             return
         try:
@@ -69,7 +69,7 @@ class _Task:
         self._undone.release()
 
     def wait(self) -> BaseException | None:
-        """Wait until the work is done. Returns what it raised."""
+        """Wait until the work is done. Returns its exception, if it raised one."""
         self._undone.acquire()
         return self._error
 

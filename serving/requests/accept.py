@@ -1,4 +1,4 @@
-"""The tensors of a request, taken if they are of the right kind and size."""
+"""Accept the tensors of a request if they have the right dtypes, shapes and sizes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,18 +24,18 @@ _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.f
 
 
 def accept(schema: LookupSchema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
-    """Take the tensors of one request, if they are of the right kind and size.
+    """Accept the tensors of a request if they have the right dtypes, shapes and sizes.
 
-    Nothing is copied, unless several features read one key, so that each feature gets a copy of the key's ids, or ids
-    do not lie side by side.
+    Tensors are copied only if several features read one key, because each of them needs the ids, or if ids are not
+    contiguous.
 
     Args:
         schema: the features of the model.
-        tensors: the request. Anything may be in it.
-        limits: how large it may be; no limit where None.
+        tensors: the request, which is not trusted.
+        limits: the limits of its size, or None.
 
     Raises:
-        InvalidRequest: naming the feature or tensor, what was expected and what came.
+        InvalidRequest: a tensor is wrong. The message names the feature or tensor, and what was expected.
     """
     values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
     if tensors.tables is None:
@@ -82,7 +82,7 @@ def _expect_rows(tensors: Tensors) -> None:
 
 
 def _expect_output(request: KjtRequest, shared: Mask) -> None:
-    """Refuse a request whose pooled features come once, and whose answer has no place for them."""
+    """Refuse a request with shared pooled features that does not request the output for them."""
     pooled = shared & ~request.feature_set.sequence
     if EMBEDDINGS in request.outputs and SHARED not in request.outputs and pooled.any():
         raise InvalidRequest(
@@ -111,7 +111,7 @@ def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
 
 
 def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) -> KjtRequest:
-    """A request for scores: with all features in the schema's order, and with its dense and jagged inputs.
+    """A request for scores, with all features in the schema's order, and its dense and jagged inputs.
 
     Raises:
         InvalidRequest: a feature or a dense input is missing or wrong.
@@ -141,11 +141,12 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
 def _reordered(
     request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], feature_set: FeatureSet
 ) -> KjtRequest:
-    """Take the bags and ids of some names, in another order. A name may be taken several times, as features of one
-    key each get a copy of its ids.
+    """Select the bags and ids of some names, in another order.
+
+    A name may be selected several times, for features that read the same key.
 
     Args:
-        request: its arrays are by name.
+        request: a request whose arrays are ordered by name.
         names: the names.
         chosen: positions among them; int64 [F].
         selection: of the request that is made.
@@ -166,10 +167,10 @@ def _reordered(
 
 
 def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
-    """Refuse a request that another bundle has to answer.
+    """Refuse a request that requires another bundle.
 
     Raises:
-        ModelNotFound: naming what was expected.
+        ModelNotFound: the request requires another bundle, which the message names.
     """
     if tensors.bundle is not None and tensors.bundle != bundle.digest:
         raise ModelNotFound(

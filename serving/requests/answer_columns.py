@@ -1,4 +1,4 @@
-"""An answer as columns of a DataFrame. The library of the DataFrame is imported when it is asked for."""
+"""An answer as columns of a DataFrame. The DataFrame's library is imported on request."""
 
 import math
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ _SHOWN_NUMBERS = 4
 
 
 class AnswerColumns(dict[str, Values]):
-    """What a model answers, by the name of the feature or output: arrays [B, …], or `JaggedRows` of B samples.
+    """The answer of a model, by the name of the feature or output: arrays [B, …], or `JaggedRows` of B samples.
 
-    As a DataFrame it has a row for each sample and a column for each name: [B] and [B, 1] are a column of numbers,
-    [B, n] and more a column of lists of n numbers. `JaggedRows`, and arrays with a row for each id of a key, are a
-    column of lists of rows.
+    The DataFrame has a row for each sample and a column for each name. [B] and [B, 1] become a column of numbers, and
+    [B, n] and larger arrays a column of lists of n numbers. `JaggedRows`, and arrays with a row for each id of a key,
+    become a column of lists of rows.
 
     Attributes:
-        lengths: for each array with a row for each id of a key: how many rows each sample has, int32 [B].
+        lengths: for each array with a row for each id of a key, the number of rows of each sample, int32 [B].
     """
 
     def __init__(self, values: Mapping[str, Values], lengths: Mapping[str, Lengths] = NO_LENGTHS) -> None:

@@ -17,7 +17,7 @@ class JaggedRows:
 
     Attributes:
         values: the rows, in the order of the ids; float32 or float16 [n, dim].
-        lengths: how many rows each sample has, as in the request; int32 [B].
+        lengths: the number of rows of each sample, as in the request; int32 [B].
     """
 
     values: Embeddings
@@ -31,7 +31,7 @@ class JaggedRows:
         """The rows of a sample, [n of the sample, dim]: a view.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: the sample does not exist.
         """
         index = range(len(self.lengths))[sample]  # a negative index counts from the end
         return self.values[self._bounds[index] : self._bounds[index + 1]]
@@ -47,7 +47,7 @@ def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddi
 
     Args:
         embeddings: float32 or float16 [B, D].
-        dims: columns of each feature, in the order of the answer.
+        dims: the columns of each feature, in the order of the answer.
 
     Returns:
         {feature: [B, dim]}, views of `embeddings`.
@@ -61,7 +61,7 @@ def decode_rows(numbers: Embeddings, shapes: Mapping[str, tuple[int, int]]) -> d
 
     Args:
         numbers: float32 or float16 [M].
-        shapes: (n, dim) of each, in the order of the answer.
+        shapes: the shape (n, dim) of each feature or table, in the order of the answer.
 
     Returns:
         {feature: [n, dim]}, views of `numbers`.

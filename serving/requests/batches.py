@@ -1,8 +1,8 @@
-"""What one TBE call looks up, in three kinds, and how each is unmerged into the answers to requests.
+"""Batches: the input of a TBE call for several requests, in three kinds, each of which can unmerge its answer.
 
-`PooledBatch` has a bag of each feature for each sample, `SharedBatch` one for each request, and `SequenceBatch` a bag
-of one id for each row of a sequence. `CombinedBatch` is a `SequenceBatch` that also has the pooled features of its
-single request. `serving.requests.merge` makes them.
+`PooledBatch` has a bag of each feature for each sample, `SharedBatch` a bag for each request, and `SequenceBatch` a
+bag of one id for each row of a sequence. `CombinedBatch` is a `SequenceBatch` that also has the pooled features of
+its single request. `serving.requests.merge` makes them.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ from serving.requests.types import (
 
 
 class Member(Protocol):
-    """What a request has in a batch: the request itself, or `Part` of it."""
+    """The part of a request in a batch: the whole request, or a `Part` of it."""
 
     @property
     def feature_set(self) -> FeatureSet:
@@ -41,16 +41,16 @@ class Member(Protocol):
 
     @property
     def shared(self) -> Mask | None:
-        """The features that it shares among its samples; bool [F]. None: no feature is shared."""
+        """The features that its samples share; bool [F], or None if no feature is shared."""
 
     @property
     def bag_count(self) -> int:
-        """The bags of each of its features in the batch."""
+        """The number of bags of each of its features in the batch."""
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Some features of a request, for a batch that does not have all of them. Attributes as in `Member`."""
+    """Some features of a request, for a batch that does not have all features. Attributes as in `Member`."""
 
     feature_set: FeatureSet
     samples: int
@@ -60,12 +60,12 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Batch(ABC):
-    """What one TBE call looks up. A feature has the bags of the first request, then of the second, and so on.
+    """The input of a TBE call. A feature has the bags of the first request, then of the second, and so on.
 
     Attributes:
         feature_set: the features of the batch.
         values: ids, feature-major; int64 [N].
-        offsets: where each bag starts in `values`, then N; int64 [F·B + 1].
+        offsets: the start of each bag in `values`, then N; int64 [F·B + 1].
         weights: a weight for each id; float32 [N], or None.
     """
 
@@ -77,17 +77,17 @@ class Batch(ABC):
     @property
     @abstractmethod
     def bounds(self) -> Ids:
-        """Where the bags of each request start among the bags of each feature, then their end; int64 [F, R + 1]."""
+        """The start of each request's bags among the bags of each feature, then their end; int64 [F, R + 1]."""
 
 
 @dataclass(eq=False, slots=True)
 class PooledBatch(Batch):
     """R requests with a bag of each feature for each sample.
 
-    A request for scores may share features here: their only bag is the first, and the others are empty.
+    In a request for scores, the only bag of a shared feature is the first one, and the others are empty.
 
     Attributes:
-        members: what each request has in it [R].
+        members: the part of each request in the batch [R].
     """
 
     members: Sequence[Member]
@@ -105,8 +105,8 @@ class PooledBatch(Batch):
             embeddings: the answer; float32 or float16 [B, D].
 
         Returns:
-            An array [bag_count, D_r] for each request, of the same dtype. It is a view of `embeddings`, or a copy if
-            the request has other features, or another order of them, than the batch.
+            An array [bag_count, D_r] for each request, of the same dtype: a view of `embeddings`, or a copy if the
+            features of the request or their order differ from the batch.
         """
         merged = self.feature_set
         answers: list[Embeddings] = []
@@ -124,9 +124,9 @@ class PooledBatch(Batch):
         """The outputs of one request: `embeddings` [B, D_1] and, for shared features, `once` [1, D_2].
 
         Args:
-            member: what the request has in this batch.
+            member: the part of the request in this batch.
             embeddings: its part of the answer, [bag_count, D_1 + D_2].
-            requested: the outputs that the request asks for.
+            requested: the requested outputs.
         """
         if member.shared is None:
             return {EMBEDDINGS: embeddings} if EMBEDDINGS in requested else {}
@@ -139,14 +139,14 @@ class PooledBatch(Batch):
         return outputs
 
     def for_scores(self, embeddings: Embeddings, numbers: Sequence[int], *, repeated: bool = True) -> Embeddings:
-        """The pooled embeddings that the scores of some requests are made of, one request after another, [B, D].
+        """The pooled embeddings for the scores of some requests, one request after another, [B, D].
 
         Args:
             embeddings: the answer to this batch, with all pooled features of the model. Rows of shared features are
-                written to.
-            numbers: the requests, as positions in `members`, sorted.
-            repeated: whether the row of a shared feature is repeated for each sample. If not, it is the first row of
-                its request.
+                overwritten.
+            numbers: the requests, as sorted positions in `members`.
+            repeated: whether the row of a shared feature is repeated for each sample. If not, only the first row of
+                its request has it.
         """
         members = [self.members[number] for number in numbers]
         if len(numbers) == len(self.members) and all(member.shared is None for member in members):
@@ -160,7 +160,7 @@ class PooledBatch(Batch):
 
 @dataclass(eq=False, slots=True)
 class SharedBatch(PooledBatch):
-    """R requests with one bag of each feature, which is shared by all samples of the request."""
+    """R requests with one bag of each feature, which all samples of the request share."""
 
     def outputs(
         self,
@@ -189,7 +189,7 @@ class SequenceBatch(Batch):
 
     @property
     def sequences(self) -> Iterable[int]:
-        """The features of the batch that are sequences, as positions in it."""
+        """The positions of the batch's features that are sequences."""
         return range(len(self.feature_set.names))
 
     def unmerge(self, embeddings: Embeddings) -> dict[tuple[int, int], Embeddings]:
@@ -255,8 +255,8 @@ def unmerge(validated: ValidatedRequests, batches: Sequence[Batch], answers: Seq
     """The outputs of each request, from the answers to all batches.
 
     Returns:
-        For each request the outputs that it asks for: `embeddings` [B, D], `once` [1, D] and `sequences` [M]; float32
-        or float16. `sequences` has the rows [n, dim] of each feature, one feature after another.
+        The requested outputs of each request: `embeddings` [B, D], `once` [1, D] and `sequences` [M]; float32 or
+        float16. `sequences` has the rows [n, dim] of each feature, one feature after another.
     """
     outputs: list[dict[str, Embeddings]] = [{} for _ in validated.requests]
     for batch, answer in zip(batches, answers, strict=True):
@@ -285,8 +285,8 @@ def repeat_shared(embeddings: Embeddings, member: Member) -> Embeddings:
     """Repeat the rows of shared features for each sample of a request.
 
     Args:
-        embeddings: its part of the answer to a batch, [bag_count, D]; written to.
-        member: what the request has in the batch.
+        embeddings: its part of the answer to a batch, [bag_count, D], which is overwritten.
+        member: the part of the request in the batch.
 
     Returns:
         [B, D].

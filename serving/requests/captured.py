@@ -1,4 +1,4 @@
-"""The file of captured requests: slow and refused ones, kept for replay. A line is a request, in JSON."""
+"""The file of captured requests: slow and refused requests for replay, a line of JSON for each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class CapturedDense(
 
     Attributes:
         shape: as it was sent, [B, …].
-        float32, int64, int32, int16, int8, uint8, bool_: its numbers, little-endian, under the name of their dtype;
+        float32, int64, int32, int16, int8, uint8, bool_: the field of its dtype has its numbers, little-endian;
             base64 in the file.
     """
 
@@ -69,7 +69,7 @@ class CapturedDense(
             raise ValueError(
                 f"{names[1]}: expected {expected} bytes for shape {list(self.shape)}, got {len(numbers)}"
             )
-        _ = self.array  # numpy has no array of sizes that are too large together, even if one is 0
+        _ = self.array  # numpy refuses shapes that are too large, even if one size is 0
 
     @classmethod
     def of(cls, array: Array) -> Self:
@@ -97,18 +97,18 @@ class CapturedRequest(
     omit_defaults=True,
     rename={"shared": "once"},
 ):
-    """A line of the file. Weights are not captured: a replay sends a weight of 1 for each id.
+    """A line of the file. Weights are not captured; a replay sends a weight of 1 for each id.
 
     Attributes:
         at: when the request was answered, in ISO 8601.
         why: why it was captured: "slow: … ms" or "refused: …".
-        features: the features asked for; None for all features of the model.
-        tables: instead, the tables whose rows were asked for.
+        features: the requested features, or None for all features of the model.
+        tables: in place of features, the tables of a request for rows.
         values: ids, feature-major [N].
         lengths: bag sizes, feature-major [F·B].
-        dense: the dense inputs that came, by name.
-        outputs: the requested outputs. None: the outputs of a lookup.
-        shared: what came once.
+        dense: the dense inputs by name.
+        outputs: the requested outputs, or None for the outputs of a lookup.
+        shared: the shared features and dense inputs.
         traceparent: the W3C trace context of the request, if it had one.
     """
 
@@ -157,11 +157,11 @@ class CapturedRequest(
 
 @dataclass(slots=True)
 class PassedOver:
-    """The lines of a file that are no captured requests.
+    """Counts the lines of a file that are not captured requests.
 
     Attributes:
-        lines: how many.
-        first: which is the first of them, and what is wrong with it.
+        lines: the number of these lines.
+        first: the number of the first one, and what is wrong with it.
     """
 
     lines: int = 0
@@ -173,7 +173,7 @@ class PassedOver:
         self.lines += 1
 
     def said(self, path: Path) -> Iterator[str]:
-        """What to say of the file: a line, or nothing where all lines are requests."""
+        """A line about the file, or nothing if all lines are requests."""
         if self.lines:
             yield f"{path}: lines skipped, which are not captured requests: {self.lines}; {self.first}"
 
@@ -191,8 +191,8 @@ def read_captured(
         follow: whether `path` may be a link.
 
     Raises:
-        ConfigurationError: the file cannot be read, or none of its lines, of which the message names the first, is a
-            captured request.
+        ConfigurationError: the file cannot be read, or has lines but no captured request. The message names the first
+            line.
     """
     decoder = msgspec.json.Decoder(CapturedRequest)
     passed_over = PassedOver() if passed_over is None else passed_over

@@ -15,24 +15,24 @@ from serving.requests.types import Ids, Tensors
 _MAX_SAMPLES, _MAX_IDS = 4096, 128 << 10
 # Ids of pooled features that an engine looks up at once: 16 MiB.
 _MAX_POOLED_IDS = 2 << 20
-# Most bytes of the rows that the ids of a chunk read, and of the embeddings in its answer, as FP32.
+# Maximum bytes of the rows that the ids of a chunk read, and of the embeddings in its answer, as FP32.
 _MAX_ROW_BYTES = 64 << 20
 
 
 class ChunkLimits(NamedTuple):
-    """How large a chunk may be. A chunk has at least one sample, however many ids that has."""
+    """The limits of a chunk, which has at least one sample, whatever its number of ids."""
 
     max_samples: int = _MAX_SAMPLES
     max_ids: int = _MAX_IDS
 
 
 def chunk_limits(dims: Sequence[int], max_samples: int = _MAX_SAMPLES, max_ids: int = _MAX_IDS) -> ChunkLimits:
-    """The limits of chunks for a model: lower than the default if the model or its server takes less.
+    """The limits of chunks for a model: lower than the default if the model or its server requires it.
 
     Args:
-        dims: columns of each feature in an answer.
-        max_samples: most samples in a request.
-        max_ids: most ids in a request.
+        dims: the columns of each feature in an answer.
+        max_samples: the maximum samples of a request.
+        max_ids: the maximum ids of a request.
     """
     floats = _MAX_ROW_BYTES // np.dtype(np.float32).itemsize
     return ChunkLimits(
@@ -42,11 +42,11 @@ def chunk_limits(dims: Sequence[int], max_samples: int = _MAX_SAMPLES, max_ids: 
 
 
 def engine_chunk_limits(dims: Sequence[int], *, has_sequences: bool) -> ChunkLimits:
-    """The limits of chunks for an engine. A server limits the ids of a call; in an engine, rows for each id do.
+    """The limits of chunks for an engine, which limits ids only for features with a row for each id.
 
     Args:
-        dims: columns of each feature in an answer.
-        has_sequences: whether the answer of a feature has a row for each id.
+        dims: the columns of each feature in an answer.
+        has_sequences: whether a feature's answer has a row for each id.
     """
     limits = chunk_limits(dims)
     return limits if has_sequences else limits._replace(max_ids=_MAX_POOLED_IDS)
@@ -56,18 +56,18 @@ def cut(tensors: Tensors, limits: ChunkLimits, by_id: Mapping[str, str]) -> Iter
     """Cut a request into chunks of consecutive samples. A request within the limits is yielded as it is.
 
     Args:
-        tensors: as `encode` makes them, without shared features.
-        limits: of each chunk.
+        tensors: a request made by `encode`, without shared features.
+        limits: the limits of a chunk.
         by_id: the dense inputs with a row for each id, and the key of each.
 
     Raises:
-        InvalidRequest: there are too many lengths, or too few.
+        InvalidRequest: the request has too many lengths, or too few.
     """
     keys = tuple(tensors.features or ())
     samples = samples_of(tensors, keys, None)
     offsets = bag_offsets(tensors.lengths)  # type: ignore[arg-type]  # int32: it was encoded
     is_within = samples <= limits.max_samples and tensors.values.size <= limits.max_ids
-    if is_within or offsets[-1] != tensors.values.size:  # lengths that do not add up are refused when it is answered
+    if is_within or offsets[-1] != tensors.values.size:  # lengths with a wrong sum are refused later
         yield tensors
         return
     bounds = np.stack([offsets[key * samples : (key + 1) * samples + 1] for key in range(len(keys))])
@@ -81,14 +81,14 @@ def cut(tensors: Tensors, limits: ChunkLimits, by_id: Mapping[str, str]) -> Iter
 
 
 def _chunk(tensors: Tensors, keys: Sequence[str], bounds: Ids, samples: slice, by_id: Mapping[str, str]) -> Tensors:
-    """The samples of a request in a slice.
+    """Some samples of a request.
 
     Args:
         tensors: the request.
         keys: its keys [F].
-        bounds: where the ids of each sample begin in its values, by key; int64 [F, B + 1].
+        bounds: the start of each sample's ids in its values, by key; int64 [F, B + 1].
         samples: the samples.
-        by_id: as `cut`.
+        by_id: as for `cut`.
     """
     ids = [slice(key_bounds[samples.start], key_bounds[samples.stop]) for key_bounds in bounds]
     of_key = {

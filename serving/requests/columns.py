@@ -20,12 +20,12 @@ class JaggedInput(NamedTuple):
     """An input in any form, as arrays or lists that are not checked.
 
     Attributes:
-        values: ids [n], or rows [n, *shape]. Nulls are left out.
-        lengths: bag sizes [B]; a null bag is empty. None: the form does not say.
+        values: ids [n], or rows [n, *shape], without nulls.
+        lengths: bag sizes [B], 0 for a null bag. None: the form has no bag sizes.
         weights: a weight for each id [n], or None.
-        null_sample: the first sample that is null or has a null; None: there is no null.
-        sizes: bag sizes with null ids [B]; None: no id is null.
-        present: which ids of the bags are not null, bool [sum of sizes]; None: all.
+        null_sample: the first sample that is null or has a null, or None.
+        sizes: bag sizes with null ids [B], or None if no id is null.
+        present: which ids of the bags are not null, bool [sum of sizes], or None if no id is null.
     """
 
     values: Any
@@ -37,13 +37,13 @@ class JaggedInput(NamedTuple):
 
 
 class WrongItem(ValueError):
-    """A row of a dense input, or a sample, that is null, or has no numbers, or has another shape than the first.
+    """A row of a dense input, or a sample, is null, is not made of numbers, or differs in shape from the first one.
 
     Attributes:
-        item: its number.
-        problem: what it has.
-        hint: what else there is to say.
-        unit: what is counted.
+        item: the number of the row or sample.
+        problem: what is wrong with it.
+        hint: advice for the message.
+        unit: "row" or "sample".
     """
 
     def __init__(self, item: int, problem: str, hint: str = "", unit: Literal["row", "sample"] = "row") -> None:
@@ -52,26 +52,26 @@ class WrongItem(ValueError):
 
     @classmethod
     def null(cls, item: int) -> Self:
-        """A null, or a row that has one."""
+        """The error for a null, or a row with a null."""
         return cls(item, "a null", ": fill it, or leave the sample out")
 
     @classmethod
     def shape(cls, item: int, shape: Sequence[int], expected: Sequence[int]) -> Self:
-        """A row with another shape than the first."""
+        """The error for a row with another shape than the first one."""
         return cls(item, f"the shape {[*shape]}", f", where the first row has {[*expected]}")
 
     def moved(self, item: int, unit: Literal["row", "sample"] = "row") -> "WrongItem":
-        """The same problem, counted differently."""
+        """The same error with another number and unit."""
         return WrongItem(item, self.problem, self.hint, unit)
 
     def in_bags(self, lengths: Lengths) -> "WrongItem":
-        """The sample whose bag has the row; the row itself if the bags do not have it."""
+        """The same error for the sample whose bag has the row, if a bag has it."""
         sample = int(np.searchsorted(np.cumsum(lengths), self.item, "right"))
         return self.moved(sample, "sample") if self.unit == "row" and sample < len(lengths) else self
 
 
 class WrongWeights(ValueError):
-    """Weights that do not belong to the ids. Both are in a form that is taken. The message says what came."""
+    """The weights do not match the ids, although both have a valid form."""
 
 
 def is_pandas_series(column: Any) -> bool:
@@ -88,8 +88,8 @@ def arrow_of_series(series: Any) -> Any:
 def items_of_series(series: Any) -> tuple[Any, Mask | None]:
     """The items of a pandas Series that is not stored in Arrow, and which of them are null; each [B].
 
-    Objects are a list, with None for nulls, as `plain` returns it for one level. Where items are numpy's floats, NaN
-    is a number. None: no item is null.
+    Objects are a list with None for nulls, as `plain` returns it for one level. In a Series of numpy floats, NaN is a
+    number. The second result is None if no item is null.
     """
     null, dtype = series.isna().to_numpy(), series.dtype
     if hasattr(dtype, "categories"):
@@ -111,8 +111,8 @@ def ids_of_array(values: Array, null: Mask | None) -> JaggedInput:
     """Ids of a column with one id for each sample.
 
     Args:
-        values: of any dtype but object, [B].
-        null: which of them are null, bool [B]; None: no id is.
+        values: ids of any dtype but object, [B].
+        null: which of them are null, bool [B], or None if no id is null.
     """
     numbers = values.view(np.uint8) if values.dtype == np.bool_ else values
     if null is None:
@@ -121,10 +121,10 @@ def ids_of_array(values: Array, null: Mask | None) -> JaggedInput:
 
 
 def ids_of_dicts(items: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Ids and weights from dicts of both, as pandas makes of lists of structs. None has neither.
+    """Ids and weights from dicts of both, which pandas makes of lists of structs. None is a null.
 
     Raises:
-        ValueError: an item is no such dict, or an id has no weight.
+        ValueError: an item is not such a dict, or an id has no weight.
     """
     for item in items:
         if item is not None and (not isinstance(item, Mapping) or item.keys() != {*WEIGHTED_ID}):
@@ -158,8 +158,9 @@ def without_null_ids(values: Any, sizes: Lengths, present: Mask, null_bag: int |
 
 
 def flattened(bags: Sequence[Any]) -> Any:
-    """The items of bags, bag after bag: an array if the bags are arrays of one dtype or all items are integers, or a
-    list.
+    """The items of bags, bag after bag.
+
+    They are an array if the bags are arrays of one dtype or all items are integers, or else a list.
     """
     if {*map(type, bags)} == {np.ndarray}:
         filled = [*compress(bags, map(len, bags))]
@@ -176,7 +177,7 @@ def ids_of_arrow(column: Any) -> JaggedInput:
     """Ids of a column: integers, lists of them, or lists of structs of an id and its weight.
 
     Raises:
-        ValueError: it is of another type.
+        ValueError: the column has another type.
     """
     chunks = [_ids_of_chunk(chunk, column) for chunk in read_chunks(column)]
     return _concatenated(chunks) if chunks else JaggedInput(np.zeros(0, np.int64), np.zeros(0, np.int32))
@@ -186,7 +187,7 @@ def numbers_of_arrow(column: Any) -> Array:
     """A column of numbers, or of lists of equally many, as an array [B, *shape].
 
     Raises:
-        ValueError: it is of another type; `WrongItem`: its lists differ in length, or a row is null.
+        ValueError: the column has another type; `WrongItem`: its lists differ in length, or a row is null.
     """
     return _numbers_of_chunks(read_chunks(column), column)
 
@@ -195,7 +196,7 @@ def rows_of_arrow(column: Any, ndim: int) -> JaggedInput:
     """A column with rows of `ndim` dimensions: a row for each id, or a list of rows for each sample.
 
     Raises:
-        ValueError: as `numbers_of_arrow`; a null list of rows is left out.
+        ValueError: as for `numbers_of_arrow`, but null lists of rows are left out.
     """
     chunks = read_chunks(column)
     if not chunks or _list_levels(chunks[0]) <= ndim:

@@ -1,5 +1,5 @@
-"""The dense inputs of a request: what its scores need beside ids. They have a row for each sample; or for each id of
-a key, as the times of a history have.
+"""The dense inputs of a request: the inputs of its scores beside ids. They have a row for each sample, or for each id
+of a key, such as the times of a history.
 """
 
 import math
@@ -26,7 +26,7 @@ from serving.requests.types import Array, Dense, Lengths
 # DataFrame with a column for each input.
 DenseFeatures = Mapping[str, npt.ArrayLike | Column] | ArrowStream
 NO_DENSE: DenseFeatures = MappingProxyType({})
-# float32 has all integers up to here, and few beyond.
+# float32 can represent all integers up to this one.
 _LAST_INTEGER = 2**24
 
 
@@ -41,18 +41,17 @@ def encode_dense(
     """Dense inputs as arrays of their dtypes.
 
     Args:
-        inputs: the model's.
-        dense: by name, as arrays or columns [B, *shape]; an input of one number may also be [B] or [B, 1]. What has a
-            row for each id of a key comes as an array [n, *shape]; or as a list of bags, as ids do, each with the
-            rows of its ids. A DataFrame has all inputs, each as a column; in place of an input it is its columns side
-            by side.
-        lengths: of the bags of such keys. The lengths in `dense` must equal them.
-        frame: where it is a DataFrame, what has the inputs that `dense` does not have.
-        nulls: what null lists of rows are, as in `serving.requests.encoding.encode`. Other nulls are refused.
+        inputs: the dense inputs of the model.
+        dense: by name, arrays or columns [B, *shape]; for one number also [B] or [B, 1]. An input with a row for each
+            id of a key is an array [n, *shape], or a list of bags, each with the rows of its ids. `dense` may also be
+            a DataFrame with a column for each input. A DataFrame in place of an input has its columns side by side.
+        lengths: the lengths of the bags of such keys. The lengths in `dense` must equal them.
+        frame: the features; if they are a DataFrame, it has the inputs that are missing in `dense`.
+        nulls: how null lists of rows are treated, as in `serving.requests.encoding.encode`. Other nulls are refused.
 
     Raises:
-        InvalidRequest: naming the input that the model does not have, or that is no array of its kind of numbers, or
-            has one that its dtype has not: an integer that FP32 would round, or a number that is too large.
+        InvalidRequest: the model does not have the input, it is not an array of the right kind of numbers, or a
+            number does not fit its dtype: an integer that FP32 would round, or a number that is too large.
     """
     names = [dense_input.name for dense_input in inputs]
     if is_frame(dense):
@@ -77,7 +76,7 @@ def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nul
         numbers = plain(numbers)
         if dense_input.key is not None:
             numbers, lengths = _rows(dense_input, numbers, lengths, nulls)
-        if is_frame(numbers):  # side by side only now: numpy makes floats of integers beside floats
+        if is_frame(numbers):  # joined last, because numpy converts integers beside floats to floats
             columns = columns_of(numbers).values()
             array = np.stack([_exact(dense_input, convert_numbers(column), column) for column in columns], axis=1)
         else:
@@ -94,7 +93,7 @@ def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nul
 
 
 def _exact(dense_input: DenseInput, array: Array, numbers: Any) -> Array:
-    """An array of numbers in the input's dtype, which changes no integer. `numbers` is what the array is made of."""
+    """An array in the input's dtype, without changed integers. `numbers`: the input that the array was made of."""
     if array.dtype.kind not in "fiub":
         raise InvalidRequest(
             f"dense input {dense_input.name!r}: expected real numbers, got {array.dtype}", Reason.DENSE
@@ -108,7 +107,7 @@ def _exact(dense_input: DenseInput, array: Array, numbers: Any) -> Array:
 
 
 def _shaped(dense_input: DenseInput, array: Array) -> Array:
-    """An array as [B, *shape], if the input has one number for each row, [B] or [B, 1]; or if there is no row."""
+    """An array as [B, *shape] if the input has one number for each row, [B] or [B, 1], or has no rows."""
     if array.shape in ((0,), (0, 0)):
         return array.reshape(0, *dense_input.shape)
     is_one_number = math.prod(dense_input.shape) == 1 and array.shape in ((array.size,), (array.size, 1))
@@ -135,7 +134,7 @@ def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nu
 
 
 def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) -> None:
-    """Refuse what is no integer for an integer, what is no boolean for a boolean, and an integer out of range."""
+    """Refuse numbers that are not integers or booleans for such an input, and integers out of range."""
     if not array.size:
         return  # numpy says of [] that it is float64
     kinds, what = ("b", "booleans") if dense_input.dtype is InputDtype.BOOL else ("iu", "integers")
@@ -164,9 +163,9 @@ def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) 
 
 
 def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
-    """Refuse integers that float32 would round, such as large ids, and numbers beyond it.
+    """Refuse integers that float32 would round, such as large ids, and numbers beyond its range.
 
-    Numbers that were given as floats are measured ones: they are rounded, as they were for training.
+    Numbers that are floats already are rounded, as for training.
     """
     large = array[np.abs(array.astype(np.float64)) > _LAST_INTEGER]
     objects = _as_objects(numbers) if large.size and array.dtype.kind == "f" else []
@@ -175,7 +174,7 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
             rounded = float(np.float32(number))
         if math.isinf(rounded) and not math.isinf(number):
             raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {number:g}", Reason.DENSE)
-        with suppress(TypeError):  # it is no integer
+        with suppress(TypeError):  # it is not an integer
             if (integer := operator.index(number)) != rounded:
                 raise InvalidRequest(
                     f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, "
@@ -185,7 +184,7 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
 
 
 def _as_objects(numbers: Any) -> list[Any]:
-    """The numbers of a list, or of an array or column of objects, flat; none where they have a dtype."""
+    """The numbers of a list, or of an array or column of objects, flat; empty for other dtypes."""
     if isinstance(numbers, Sequence):
         flat: list[Any] = np.asarray(plain(numbers), object).ravel().tolist()
         return flat
@@ -201,20 +200,20 @@ def accept_dense(
     shared: Collection[str] = (),
     ids: Mapping[str, int] = MappingProxyType({}),
 ) -> Dense:
-    """Take the dense inputs of one request, if they are of the right kind and size.
+    """Accept the dense inputs of a request if they have the right dtypes, shapes and sizes.
 
     Args:
         inputs: the expected inputs.
-        dense: by name. It may hold anything.
-        samples: of the request.
-        shared: names of the inputs with one row for all samples.
-        ids: how many of each key there are, where an input has a row for each. Of a key that comes once: in its bag.
+        dense: the inputs by name, which are not trusted.
+        samples: the number of samples of the request.
+        shared: the names of the inputs with one row for all samples.
+        ids: the number of ids of each key that an input has a row for; of a shared key, in its only bag.
 
     Returns:
-        In the manifest's order, [B, *shape], or [n, *shape], each, of their dtypes.
+        The inputs in the manifest's order and in their dtypes, each [B, *shape] or [n, *shape].
 
     Raises:
-        InvalidRequest: naming the input, what was expected and what came.
+        InvalidRequest: an input is wrong. The message names it, and what was expected.
     """
     accepted = []
     for dense_input in inputs:
@@ -276,11 +275,11 @@ def expect_all_keys(keys: Collection[str], requested: Collection[str]) -> None:
     """Refuse a request for scores without ids of a key.
 
     Args:
-        keys: the model's.
-        requested: what the request has ids for.
+        keys: the keys of the model.
+        requested: the keys that the request has ids for.
 
     Raises:
-        InvalidRequest: naming the keys without ids.
+        InvalidRequest: keys have no ids. The message names them.
     """
     if lacking := [key for key in keys if key not in requested]:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""From lists, arrays or a KeyedJaggedTensor to the tensors of a request; from an answer to its features."""
+"""Encode lists, arrays, columns or a KeyedJaggedTensor as the tensors of a request."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
 
 @runtime_checkable
 class Kjt(Protocol):
-    """The part of `torchrec.KeyedJaggedTensor` that is used here. No client needs torchrec."""
+    """The part of `torchrec.KeyedJaggedTensor` that is used here, so that clients do not need torchrec."""
 
     def keys(self) -> list[str]:
         """Names of the features, in order."""
@@ -52,11 +52,11 @@ def encode(
     limits: RequestLimits | None = None,
     **options: Any,
 ) -> Tensors:
-    """Lay the bags of some features out as one feature-major request.
+    """Encode the bags of some features as one feature-major request.
 
     Args:
-        features: by feature name one bag of ids for each of B samples; or a DataFrame of pandas or polars, or a Table
-            or RecordBatch of pyarrow, whose columns are that; or a torchrec KeyedJaggedTensor. The bags are
+        features: for each feature name a bag of ids for each of B samples; or a DataFrame of pandas or polars, or a
+            Table or RecordBatch of pyarrow, with a column for each feature; or a torchrec KeyedJaggedTensor. Bags are
             a list of B bags, each a list or array of ids. Any sequence but a tuple is such a list;
             a list of B ids, or an array [B], where each bag has one: [3, 5] for [[3], [5]];
             a column of B ids or B lists of ids: a pandas or polars Series, a pyarrow Array or ChunkedArray. Lists of
@@ -67,22 +67,23 @@ def encode(
             one of their weights, {"values": …, "weights": …}.
             Values and lengths may be of any integer dtype, weights of any number's. Columns of booleans are ids 0
             and 1.
-        weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
-            sent with a weight of 1.
-        shared: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
-            inputs may come once, too.
-        keys: the columns of a DataFrame that are ids, as far as it has them. Other columns are left out. None: all.
-        nulls: "refuse" nulls of columns, and None in lists, or read a null list as an "empty" one, and leave null ids
-            out of their bags.
-        limits: how large the request may be; no limit where None.
+        weighted: the model's features whose ids carry weights. If it is not empty, the ids of other features are sent
+            with a weight of 1.
+        shared: the names of features with one bag for all samples. Other names are ignored, because dense inputs may
+            also be shared.
+        keys: the columns of a DataFrame that may be ids. Other columns are left out. None: all columns.
+        nulls: "refuse" nulls of columns and None in lists; or "empty": a null list is an empty one, and null ids are
+            left out of their bags.
+        limits: the limits of the request's size, or None.
         options: other fields of `Tensors`.
 
     Returns:
         values int64 [N], lengths int32 [F·B], weights float32 [N] or None.
 
     Raises:
-        InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong, or the limit.
-        ConfigurationError: `nulls` is another word.
+        InvalidRequest: ids, lengths, weights or the number of samples of a feature are wrong, or the request is
+            larger than a limit. The message names the feature or the limit.
+        ConfigurationError: `nulls` has another value.
     """
     if nulls not in get_args(Nulls):
         raise ConfigurationError(f"nulls: expected one of {quoted(get_args(Nulls))}, got {nulls!r:.80}")
@@ -123,12 +124,12 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
     """A request for rows of a table.
 
     Args:
-        table: its name.
+        table: the name of the table.
         ids: integers [n].
-        weighted: whether requests to the model carry weights. Requests for rows do not count.
+        weighted: whether requests to the model carry weights, which have no effect on rows.
 
     Raises:
-        InvalidRequest: the ids are no integers in one dimension.
+        InvalidRequest: the ids are not integers in one dimension.
     """
     if not isinstance(table, str):
         raise InvalidRequest(f"table {table!r}: expected the name of a table, got {type(table).__name__}")
@@ -138,7 +139,7 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
 
 
 def has_boolean(numbers: Sequence[Any]) -> bool:
-    """Whether one of the numbers is a boolean of Python or numpy. Among integers, numpy converts it to 1."""
+    """Whether a number is a boolean of Python or numpy, which numpy would convert to an integer among integers."""
     if {*map(type, numbers)} <= INTEGERS:
         return False
     return any(isinstance(number, bool) or str(getattr(number, "dtype", "")).endswith("bool") for number in numbers)
@@ -174,10 +175,10 @@ def _expect_as_in_requests(kjt: Any, shared: Collection[str]) -> None:
 
 
 def _expect_samples(samples: Mapping[str, int], shared: Collection[str], flat: Collection[str] = ()) -> None:
-    """Refuse features that have another number of samples than the first, or shared features with several bags.
+    """Refuse features with another number of samples than the first one, and shared features with several bags.
 
     Args:
-        samples: of each feature.
+        samples: the number of samples of each feature.
         shared: the features that are shared.
         flat: the features whose ids are a list with one id for each sample.
     """
@@ -201,7 +202,7 @@ def _sends_weights(name: str, has_weights: bool, weighted: Collection[str]) -> b
     """Whether the ids of a feature are sent with weights. In a model with a weighted feature, all ids are.
 
     Raises:
-        InvalidRequest: there are weights that are not expected, or weights are missing.
+        InvalidRequest: weights are missing, or are not expected.
     """
     if has_weights and not weighted:
         raise InvalidRequest(f"feature {name!r}: expected no weights: this model is not weighted")
@@ -216,8 +217,8 @@ class _Column(NamedTuple):
     Attributes:
         values: ids; int64 [N_f].
         lengths: bag sizes; int32 [B].
-        weights: of each id; float32 [N_f], or None.
-        is_list_of_ids: whether they were written as one id for each sample.
+        weights: the weight of each id; float32 [N_f], or None.
+        is_list_of_ids: whether the input was a list with one id for each sample.
     """
 
     values: Ids
@@ -256,7 +257,7 @@ def _column(name: str, ids: Any, nulls: Nulls) -> _Column:
 
 
 def _floats(name: str, numbers: Any, what: str = "feature") -> Weights:
-    """`numbers` as float32, of the same shape, without gaps. `what` has the `name`, for errors."""
+    """`numbers` as contiguous float32 of the same shape. For errors: `what` the `name` has."""
     try:
         array = array_of(numbers)
     except (TypeError, ValueError) as error:
@@ -276,7 +277,7 @@ def _floats(name: str, numbers: Any, what: str = "feature") -> Weights:
 
 
 def _integers(name: str, numbers: Any, dtype: type[np.signedinteger[Any]], what: str = "feature") -> Any:
-    """`numbers` as `dtype` [n], without gaps: FBGEMM reads on from the first. `what` has the `name`, for errors.
+    """`numbers` as contiguous `dtype` [n], which FBGEMM needs. For errors: `what` the `name` has.
 
     Raises:
         InvalidRequest: the cast would change a number, because it is a fraction or does not fit.

@@ -1,4 +1,4 @@
-"""Whole DataFrames as inputs, by the names of their columns. No library is imported: a frame's own has been."""
+"""Whole DataFrames as inputs, by the names of their columns. No library is imported."""
 
 import sys
 from collections.abc import Collection, Iterable
@@ -13,7 +13,7 @@ _FRAMES = (
     ("pyarrow", "Table", "column_names"),
     ("pyarrow", "RecordBatch", "column_names"),
 )
-# What follows the name of a feature in the name of the column with its weights.
+# The suffix of a feature's name in the name of the column with its weights.
 _WEIGHTS = ".weights"
 
 
@@ -26,13 +26,12 @@ def columns_of(frame: Any, names: Collection[str] | None = None, weighted: Itera
     """Columns of a frame by name, in the order of the frame.
 
     Args:
-        frame: as `is_frame` recognises.
-        names: the columns to take, as far as the frame has them. None: all.
-        weighted: the features whose ids carry weights. Where the frame has a column `<feature>.weights`, that column
-            is the weights.
+        frame: a frame that `is_frame` recognises.
+        names: the columns to select, if the frame has them. None: all columns.
+        weighted: the features whose ids carry weights. A column `<feature>.weights` has the weights.
 
     Raises:
-        InvalidRequest: two columns that are taken have one name.
+        InvalidRequest: two selected columns have the same name.
     """
     present = _column_names(frame) or []
     weights = {weights_column(name): name for name in weighted if name in present}

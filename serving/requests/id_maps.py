@@ -1,4 +1,4 @@
-"""Raw ids become row numbers, as TorchRec's managed collision modules make them in eval: all of a call at once."""
+"""Map raw ids to row numbers, as TorchRec's managed collision modules do in eval mode: all ids of a call at once."""
 
 import mmap
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ class IdMaps:
     """The maps of a bundle over its mapped file. Processes share the pages.
 
     Attributes:
-        last_ids: the last id of each map, as a number without a sign: uint64 [n]. 2⁶⁴ − 1: any int64 is one.
+        last_ids: the last valid id of each map, as an unsigned number: uint64 [n]. 2⁶⁴ − 1: any int64 is valid.
 
     Args:
-        directory: of the bundle.
-        tables: its tables that have a map.
+        directory: the folder of the bundle.
+        tables: its tables with a map.
 
     Raises:
         BundleError: the file cannot be mapped.
@@ -51,7 +51,7 @@ class IdMaps:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest) -> Self | None:
-        """The maps of a bundle; None where it has none. Raises as the class does."""
+        """The maps of a bundle, or None if it has no maps. Errors as for the class."""
         tables = [table for table in manifest.tables if table.id_map is not None]
         return cls(directory, tables) if tables else None
 
@@ -77,7 +77,7 @@ class IdMaps:
             maps: the number of the map of each; int64 [n].
 
         Returns:
-            int64 [n], each in [0, rows) of its table, unless the file was damaged. -1: the table takes no such id.
+            int64 [n], each in [0, rows) of its table, unless the file was damaged; -1 for an id that is not valid.
         """
         # A single map is the same for all ids: numpy repeats it.
         of = slice(None) if self._last_row.size == 1 else maps
@@ -99,11 +99,11 @@ class IdMaps:
 def known_of_keys(known: Mapping[str, Ids], manifest: Manifest) -> dict[str, Ids]:
     """Ids for each key whose tables all have maps: the ids in the map of the first table, int64 [n].
 
-    All of these tables take them.
+    They are valid ids of all these tables.
 
     Args:
-        known: of each table with a map.
-        manifest: of the bundle.
+        known: the known ids of each table with a map.
+        manifest: the manifest of the bundle.
     """
     valid = manifest.rows_of_keys
     return {
@@ -119,7 +119,7 @@ def _valid(ids: Ids, count: int) -> Ids:
 
 
 def _hashed_rows(ids: Ids, hashed: HashedIds) -> Ids:
-    """What `zero_collision_hash` answers for ids that it does not find: int64 [n]. -1: the id has no bucket."""
+    """The result of `zero_collision_hash` for unknown ids: int64 [n]; -1 for an id without a bucket."""
     bounds = np.array(hashed.bounds)
     of, numbers = hashed.parts_of(ids)
     has_none = None if hashed.block is None else (of < 0) | (of >= hashed.buckets)

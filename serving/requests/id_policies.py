@@ -17,16 +17,16 @@ _ANY_ID = np.uint64(2**64 - 1)
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     """Apply the id policies of the tables to one request.
 
-    Policy `zero` leaves an id out of its bag; in a sequence, its row is zeros. `default_row` replaces the id with
-    that row. `error` refuses the request. Tables with policy `modulo` have no ids outside. For a table with a map,
-    ids are outside if the map does not take them. `serving.requests.validate` changes all other ids.
+    Policy `zero` leaves an id out of its bag; in a sequence, its row is zeros. `default_row` replaces the id by that
+    row. `error` refuses the request. Tables with policy `modulo` have no ids outside. For a table with a map, ids are
+    outside if the map does not accept them. `serving.requests.validate` changes all other ids.
 
     Returns:
-        A valid request with copied arrays, and how many ids were outside, by table.
+        A valid request with copied arrays, and the number of ids outside, by table.
 
     Raises:
-        InvalidRequest: a length is wrong. The message names the feature, what was expected and what came.
-        IdsOutside: an id is outside a table whose policy is `error`. The message is of the same form.
+        InvalidRequest: a length is wrong. The message names the feature, and what was expected.
+        IdsOutside: an id is outside a table with the policy `error`. The message names the feature.
     """
     features = request.feature_set
     ids = np.diff(id_bounds(features.names, request))  # of each feature, int64 [F]
@@ -65,7 +65,7 @@ def _last_ids(features: FeatureSet) -> npt.NDArray[np.uint64]:
 
 
 def _counts_by_table(features: FeatureSet, positions: Ids) -> dict[str, int]:
-    """How often each table occurs among the features at `positions`, int64 [n], if it does."""
+    """The number of times that each table occurs among the features at `positions`, int64 [n]."""
     counts: dict[str, int] = {}
     for table, count in zip(features.tables, np.bincount(positions, minlength=len(features.tables)), strict=True):
         if count:

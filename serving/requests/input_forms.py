@@ -1,4 +1,4 @@
-"""The forms in which our clients take the ids of a feature, and dense inputs, in one table.
+"""The forms in which clients and engines accept the ids of a feature, and dense inputs, in one table.
 
 A new form is an entry of `INPUT_FORMS`, its type in `FeatureInput`, and its row in docs/input-forms.md, which a test
 compares with the table.
@@ -45,7 +45,7 @@ class PandasSeries(Protocol):
         """The items, [B]."""
 
 
-# What a null is: an error, or no id. A null bag is then an empty one.
+# How nulls are treated: "refuse", or "empty": null ids are left out, and a null bag is an empty one.
 Nulls = Literal["refuse", "empty"]
 Bags = Sequence[Sequence[int] | None]
 OneHot = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -56,7 +56,7 @@ Column = PandasSeries | ArrowStream | ArrowArray
 FeatureInput = Bags | OneHot | Jagged | WeightedJagged | NamedJagged | Column
 
 _ARRAYS = ("values", "lengths", "weights")
-# Types that can be iterated over, but have no order, hold no ids, or have a mask.
+# Types that are iterable, but have no order, do not hold ids, or have a mask.
 _NO_LISTS = (str, bytes, bytearray, Mapping, Set, np.ma.MaskedArray)
 _NUMBERS = (int, float, np.generic)
 
@@ -66,16 +66,15 @@ class InputForm:
     """A form of inputs. The first form in the table that recognises an input converts it.
 
     Attributes:
-        name: what docs/input-forms.md calls it.
-        written: how it is written, for error messages.
-        recognise: whether ids are in this form.
-        convert: the ids as `JaggedInput`. Raises ValueError if they are not right.
-        convert_numbers: a dense input with a row for each sample, as an array [B, *shape]. Raises ValueError or
-            TypeError if it is not right. None: such inputs do not have this form.
-        recognise_rows: whether rows of a dense input with a row for each id, of the given number of dimensions each,
-            are in this form. None: such inputs do not have this form.
-        convert_rows: the rows, of the given number of dimensions each, as `JaggedInput`. Raises ValueError or
-            TypeError if they are not right.
+        name: its name in docs/input-forms.md.
+        written: an example for error messages.
+        recognise: whether ids have this form.
+        convert: converts ids to a `JaggedInput`. Raises ValueError if they are wrong.
+        convert_numbers: converts a dense input with a row for each sample to an array [B, *shape]. Raises ValueError
+            or TypeError if it is wrong. None: such inputs cannot have this form.
+        recognise_rows: whether rows of a dense input with a row for each id, with a number of dimensions each, have
+            this form. None: such inputs cannot have this form.
+        convert_rows: converts such rows to a `JaggedInput`. Raises ValueError or TypeError if they are wrong.
     """
 
     name: str
@@ -91,9 +90,9 @@ def convert_ids(ids: Any, nulls: Nulls) -> JaggedInput:
     """The ids of a feature, in any form, without nulls.
 
     Raises:
-        ValueError: they are in no form, or have a null that is to be refused. The message says what was expected.
+        ValueError: the ids have no valid form, or a null that is refused. The message says what was expected.
     """
-    ids = plain(ids, 1)  # what bags hold is looked at once they are flattened
+    ids = plain(ids, 1)  # the items of bags are checked after flattening
     form = next(form for form in INPUT_FORMS if form.recognise(ids))
     try:
         jagged = form.convert(ids)
@@ -124,8 +123,8 @@ def convert_rows(rows: Any, ndim: int, nulls: Nulls) -> JaggedInput:
         nulls: what null bags of rows are.
 
     Raises:
-        TypeError: it is in no form.
-        ValueError: `WrongItem` where rows have different lengths, or one is null.
+        TypeError: the input has no valid form.
+        ValueError: `WrongItem` if rows have different lengths, or a row is null.
     """
     form = next(form for form in INPUT_FORMS if form.recognise_rows is not None and form.recognise_rows(rows, ndim))
     return _without_nulls(form.convert_rows(rows, ndim), nulls, "which reads a null list as an empty one")
@@ -141,7 +140,7 @@ def _without_nulls(jagged: JaggedInput, nulls: Nulls, effect: str) -> JaggedInpu
 
 
 def _is_list_of_ids(ids: Any) -> bool:
-    """Whether `ids` is a list or array of ids, not of bags. An empty one is both."""
+    """Whether `ids` is a list or array of ids instead of bags. An empty list is both."""
     if hasattr(ids, "ndim"):
         return np.asarray(ids).ndim == 1
     if not isinstance(ids, Sequence) or isinstance(ids, _NO_LISTS):
@@ -163,8 +162,8 @@ def _numbers_of_array(numbers: Any) -> Array:
 
 
 def _wrong_row(rows: Any) -> WrongItem | None:
-    """The first row that is null or has a null; or else, that has what is no number; or has another shape than the
-    first row.
+    """The first row that is null or has a null; or else the first one that is not made of numbers; or else the first
+    one whose shape differs from the first row.
     """
     if not isinstance(rows, (list, tuple)):
         return None
@@ -326,7 +325,7 @@ def _is_list_of_rows(rows: Any, ndim: int) -> bool:
 
 
 def _is_bag(rows: Any, ndim: int) -> bool:
-    """Whether this has more dimensions than a row, or is empty. A null is neither."""
+    """Whether `rows` has more dimensions than a row, or is empty. A null is not a bag."""
     while isinstance(rows, (list, tuple)) and rows:
         rows = next((row for row in rows if row is not None), 0)
         ndim -= 1

@@ -1,8 +1,7 @@
-"""The jagged inputs of a request's scores: what the dense part takes of its ids, beside embeddings.
+"""The jagged inputs of a request's scores: the inputs of the dense part that are made of ids, beside embeddings.
 
-Lengths, ids and weights are taken as they were sent, before maps and id policies change them; rows as they were
-looked up; and dense inputs that have a row for each id. What comes once is repeated for each sample when the scores
-are made, and not before.
+These are lengths, ids and weights as they were sent, before maps and id policies change them; looked-up rows; and
+dense inputs with a row for each id. Shared inputs are repeated for each sample only when the scores are computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +28,12 @@ def accept_jagged(schema: ScoringSchema, request: KjtRequest, dense: Mapping[str
     """A request for scores with its jagged inputs, as they were sent: views of its arrays.
 
     Args:
-        schema: of a model with scores.
-        request: it has all features, in the schema's order; changed.
-        dense: its dense inputs by name, where some have a row for each id. They are right.
+        schema: the schema of a model with scores.
+        request: the request, with all features in the schema's order. It is changed.
+        dense: its checked dense inputs by name.
 
     Raises:
-        InvalidRequest: a length is wrong, or not the one that the model takes.
+        InvalidRequest: a length is wrong, or differs from the one that the model requires.
     """
     part, names = schema.dense_part, request.feature_set.names
     if not part.jagged and not part.fixed_lengths and not part.together:
@@ -77,11 +76,11 @@ def jagged_inputs(
     """The jagged inputs of a request's scores.
 
     Args:
-        schema: of a model with scores.
-        request: as `accept_jagged` returned it.
-        rows: what was looked up.
+        schema: the schema of a model with scores.
+        request: a request that `accept_jagged` returned.
+        rows: the looked-up rows.
         number: the number of the request in `rows`.
-        repeated: whether what comes once is repeated for each sample.
+        repeated: whether shared inputs are repeated for each sample.
     """
     arrays = []
     for sent, feature in zip(request.jagged, schema.jagged, strict=True):
@@ -95,19 +94,19 @@ def jagged_inputs(
 def sample_bounds(
     manifest: Manifest, part: DensePart
 ) -> Callable[[Sequence[Array], Sequence[int]], list[Sequence[int]]] | None:
-    """A function that finds where samples begin in jagged inputs.
+    """A function that finds the starts of samples in jagged inputs.
 
     Args:
-        manifest: of a bundle.
+        manifest: the manifest of a bundle.
         part: its dense part.
 
     Returns:
-        It takes jagged inputs and the numbers of some samples, and returns the bound of each sample in each input.
-        None if there are no jagged inputs, or if the lengths of one are not among them.
+        A function of jagged inputs and some sample numbers, which returns the start of each sample in each input; or
+        None if the dense part has no jagged inputs, or takes one without its lengths.
     """
     keys = {feature.name: feature.key for feature in manifest.features}
     lengths = {jagged.name: index for index, jagged in enumerate(part.jagged) if jagged.kind is JaggedKind.LENGTHS}
-    # Of each input: the rows of a sample if it is a fixed number, and otherwise the index of the input with lengths.
+    # For each input, the rows of a sample if their number is fixed, or else the index of the input with the lengths.
     rows: list[tuple[int | None, int]] = []
     for jagged in part.jagged:
         key = part.key_of(jagged, keys)
@@ -127,13 +126,13 @@ def sample_bounds(
 
 
 def zero_jagged(manifest: Manifest, part: DensePart, samples: int, ids: int) -> list[Array]:
-    """Jagged inputs for a call that warms a dense part up: zeros, with lengths that fit.
+    """Jagged inputs for a call that warms up a dense part: zeros, with matching lengths.
 
     Args:
-        manifest: of a bundle.
+        manifest: the manifest of a bundle.
         part: its dense part.
         samples: B.
-        ids: in each bag of each key, unless the model takes a fixed number of them.
+        ids: the ids in each bag, except for keys that require a fixed number of ids.
     """
     dims = {
         feature.name: table.dim for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)

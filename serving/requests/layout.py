@@ -1,8 +1,7 @@
-"""The layout of a request: how many bags each feature has, and where its bags and ids are.
+"""The layout of a request: the number of bags of each feature, and the positions of its bags and ids.
 
-A key has a bag for each sample, or one that is shared by all samples. In ranking, one user meets N items: the
-features of the user are sent once, looked up once, and count for each item. In KJT's words: the batch size varies by
-feature.
+A key has a bag for each sample, or one bag that all samples share. To rank N items for a user, the features of the
+user are sent once, looked up once, and apply to each item. In KJT's terms, the batch size varies by feature.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,17 +16,17 @@ from serving.requests.offsets import bag_offsets, bounds_of, concatenate
 from serving.requests.schema import shortened
 from serving.requests.types import Ids, KjtRequest, Lengths, Mask, Tensors
 
-# Most requests have one of few numbers of samples, and a call answers at most 64 of them by default.
+# Most requests have one of a few numbers of samples, and a call answers at most 64 requests by default.
 _CACHED_BOUNDS, _CACHED_ORDERS = 256, 64
 
 
 def bag_bounds(features: int, samples: int, shared: Mask | None) -> Ids:
-    """Where the bags of each feature start in the lengths of a request, then their number: int64 [features + 1].
+    """The start of each feature's bags in the lengths of a request, then the number of bags: int64 [features + 1].
 
     Args:
         features: F.
         samples: B.
-        shared: which of them have one bag, bool [F]. The others have B. None: all have B.
+        shared: the features with one bag, bool [F], or None. Other features have B bags.
     """
     if shared is None:
         return _even_bounds(features, samples)
@@ -36,22 +35,22 @@ def bag_bounds(features: int, samples: int, shared: Mask | None) -> Ids:
 
 @lru_cache(_CACHED_BOUNDS)
 def _even_bounds(features: int, samples: int) -> Ids:
-    """The bounds of bags where each feature has as many; not to be written to."""
+    """The bounds of bags if all features have the same number of bags. Do not write to them."""
     bounds: Ids = np.arange(features + 1) * samples
     bounds.flags.writeable = False
     return bounds
 
 
 def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[str]) -> Mask | None:
-    """Which of the keys that are asked for come once: bool [keys]. None: no key does.
+    """Which of the requested keys are shared: bool [keys], or None if none is.
 
     Args:
-        keys: what is asked for, in order.
-        dense: names of the model's dense inputs.
-        shared: what comes once. Anything may be in it.
+        keys: the requested keys, in order.
+        dense: the names of the model's dense inputs.
+        shared: the names of shared keys and dense inputs, which are not trusted.
 
     Raises:
-        InvalidRequest: a name is neither a key that is asked for nor a dense input, or comes twice.
+        InvalidRequest: a name is neither a requested key nor a dense input, or is repeated.
     """
     if not shared:
         return None
@@ -66,16 +65,16 @@ def shared_mask(keys: Sequence[str], dense: Sequence[str], shared: Collection[st
 
 
 def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id: Collection[str] = ()) -> int:
-    """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
+    """The number of samples, B. If all keys are shared, it is the number of rows of the dense inputs.
 
     Args:
-        tensors: the request. Anything may be in it.
-        keys: what it asks for, in order.
-        shared: which of them come once, bool [keys].
+        tensors: the request, which is not trusted.
+        keys: its requested keys, in order.
+        shared: which of them are shared, bool [keys].
         by_id: the dense inputs that have a row for each id instead.
 
     Raises:
-        InvalidRequest: there are too many lengths, or too few.
+        InvalidRequest: the request has too many lengths, or too few.
     """
     bags = tensors.lengths.size
     single = 0 if shared is None else int(np.count_nonzero(shared))
@@ -95,14 +94,14 @@ def samples_of(tensors: Tensors, keys: Sequence[str], shared: Mask | None, by_id
 
 
 def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
-    """The lengths of a request by key, [B] or [1] each, and they are right.
+    """The checked lengths of a request by key, [B] or [1] each.
 
     Args:
         tensors: the request.
-        keys: what it asks for, in order.
+        keys: its requested keys, in order.
 
     Raises:
-        InvalidRequest: there are too many lengths, or too few.
+        InvalidRequest: the request has too many lengths, or too few.
     """
     shared = np.array([key in tensors.shared for key in keys])
     bounds = bag_bounds(len(keys), samples_of(tensors, keys, shared), shared).tolist()
@@ -113,13 +112,13 @@ def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
 def lengths_by_id(
     outputs: Mapping[str, str], tensors: Tensors, keys: Sequence[str], by_id: Collection[str]
 ) -> dict[str, Lengths]:
-    """How many rows each sample has in outputs with a row for each id of a key, int32 [B] each.
+    """The number of rows of each sample in outputs with a row for each id of a key, int32 [B] each.
 
     Args:
         outputs: the key of each such output.
         tensors: the request.
         keys: its keys, in order.
-        by_id: as `samples_of`.
+        by_id: as for `samples_of`.
     """
     if not outputs:
         return {}
@@ -130,7 +129,7 @@ def lengths_by_id(
 
 
 def are_alike(requests: Sequence[KjtRequest]) -> bool:
-    """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
+    """Whether all requests have the same features in one order, the same number of samples, and share no feature."""
     feature_set, samples = requests[0].feature_set, requests[0].samples
     return all(
         request.feature_set is feature_set and request.samples == samples and request.shared is None
@@ -140,14 +139,14 @@ def are_alike(requests: Sequence[KjtRequest]) -> bool:
 
 @lru_cache(_CACHED_ORDERS)
 def features_first(requests: int, features: int) -> Ids:
-    """The segments of requests for the same features, in the order of features: int64 [S]; not to be written to."""
+    """The segments of requests for the same features, in the order of features: int64 [S]. Do not write to them."""
     order = np.arange(requests * features).reshape(requests, features).T.ravel()
     order.flags.writeable = False
     return order
 
 
 def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
-    """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
+    """The start of each segment's bags in the lengths of all requests, then the number of bags: int64 [S + 1]."""
     first = requests[0]
     if len(requests) == 1:
         return bag_bounds(len(first.feature_set.names), first.samples, first.shared)
@@ -165,7 +164,7 @@ def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
 
 
 def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
-    """Where the ids of each of the n `names` start in the values of a request, then N: int64 [n + 1].
+    """The start of the ids of each of the n `names` in the values of a request, then N: int64 [n + 1].
 
     Raises:
         InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
@@ -174,7 +173,7 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
     bounds: Ids = bag_offsets(request.lengths)[bags]
     if bounds.item(-1) == request.values.size:
         return bounds
-    negative = np.flatnonzero(request.lengths < 0)  # with one of them, lengths never add up
+    negative = np.flatnonzero(request.lengths < 0)  # a negative length makes the sum wrong
     if negative.size:
         position, sample = feature_and_sample(int(negative[0]), bags)
         raise InvalidRequest(
@@ -186,10 +185,10 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
 
 
 def feature_and_sample(bag: int, bounds: Ids) -> tuple[int, int]:
-    """The feature that a bag is of, and its sample.
+    """The feature and the sample of a bag.
 
     Args:
-        bag: its position in the lengths of a request.
+        bag: the position of the bag in the lengths of a request.
         bounds: see `bag_bounds`.
     """
     feature = int(np.searchsorted(bounds, bag, side="right")) - 1
@@ -197,7 +196,7 @@ def feature_and_sample(bag: int, bounds: Ids) -> tuple[int, int]:
 
 
 def _wrong_sum(what: str, names: Sequence[str], bounds: Ids, ids: int) -> InvalidRequest:
-    """Name the feature, or `what` it is, whose bags run past the ids, or the last one where ids are left over."""
+    """The error for a wrong sum of lengths, naming the feature (or `what` it is) whose bags run past the ids."""
     total = bounds[-1]
     feature = int(np.searchsorted(bounds[1:], ids, side="right")) if total > ids else len(names) - 1
     return InvalidRequest(

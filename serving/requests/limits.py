@@ -1,6 +1,6 @@
 """Limits of a request and of a TBE call.
 
-Requests that are too large together are not refused: they take several TBE calls.
+Requests that are too large for one TBE call take several calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from serving.requests.types import SEQUENCES, KjtRequest
 
 
 class RequestLimits(Protocol):
-    """The settings that limit the size of a request, which clients know, too."""
+    """The settings that limit the size of a request, which clients also know."""
 
     @property
     def max_request_ids(self) -> int:
-        """Most ids in a request. A larger one is refused."""
+        """Maximum ids of a request; larger requests are refused."""
 
     @property
     def max_request_samples(self) -> int:
-        """Most samples in a request. A larger one is refused."""
+        """Maximum samples of a request; larger requests are refused."""
 
 
 class Limits(RequestLimits, Protocol):
@@ -31,46 +31,46 @@ class Limits(RequestLimits, Protocol):
 
     @property
     def merged_requests(self) -> int:
-        """Most requests that one TBE call answers."""
+        """Maximum requests that a TBE call answers."""
 
     @property
     def max_call_ids(self) -> int:
-        """Most ids in a TBE call."""
+        """Maximum ids of a TBE call."""
 
     @property
     def max_call_samples(self) -> int:
-        """Most samples in a TBE call."""
+        """Maximum samples of a TBE call."""
 
     @property
     def max_sequence_bytes(self) -> int:
-        """Most bytes of unpooled rows, as FP32, and of jagged inputs of scores: of a request, and of one group."""
+        """Maximum bytes of unpooled rows, as FP32, and of jagged inputs of scores, of a request and of a group."""
 
     @property
     def max_busy_ms(self) -> int:
-        """Load shedding: a request that has waited longer than this, in milliseconds, is refused."""
+        """Load shedding: requests that have waited for more milliseconds are refused."""
 
 
 def check_size(ids: int, samples: int, limits: RequestLimits) -> None:
     """Refuse a request that has more ids or samples than `limits` allow.
 
     Raises:
-        InvalidRequest: naming the limit, the number in the request, and what to do.
+        InvalidRequest: the request is too large. The message names the limit, and says what to do.
     """
     _expect_at_most("ids", ids, limits.max_request_ids, "max-request-ids")
     _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
 
 
 def check_sequences(request: KjtRequest, limits: Limits) -> None:
-    """Refuse a request whose sequences would take more bytes than `limits` allow. Its lengths may be wrong.
+    """Refuse a request, whose lengths are not checked yet, if its sequences would take more bytes than allowed.
 
     Raises:
-        InvalidRequest: naming the limit, the bytes that it asks for, and what to do.
+        InvalidRequest: the request is too large. The message names the limit, and says what to do.
     """
     _expect_at_most("bytes of sequences", sequence_bytes(request), limits.max_sequence_bytes, "max-sequence-bytes")
 
 
 def sequence_bytes(request: KjtRequest) -> int:
-    """Bytes of the unpooled rows that a request asks for, as FP32, and of the jagged inputs of its scores."""
+    """The bytes of a request's unpooled rows, as FP32, and of the jagged inputs of its scores."""
     feature_set = request.feature_set
     if feature_set.pooled is feature_set or SEQUENCES not in request.outputs:
         return request.jagged_bytes
@@ -84,7 +84,7 @@ def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int
     """Divide requests into groups, each for one TBE call.
 
     Yields:
-        The positions of a group's requests, in order. A request that is too large for a call is a group of its own.
+        The positions of a group's requests, in order. A request that is too large for a call is a separate group.
     """
     group: list[int] = []
     ids = samples = row_bytes = 0

@@ -1,9 +1,9 @@
 """Merge the pooled features of requests into batches.
 
-Features with a bag for each sample share a batch. Shared features have a batch of their own with one bag for each
-request, so that each is looked up once and no embedding is copied. Scores need all features side by side: there, a
-shared feature has its bag in the first sample of the request, and its embedding is repeated after the lookup.
-Sequences are merged by `serving.requests.merge_sequences`.
+Features with a bag for each sample are in one batch. Shared features are in another batch with one bag for each
+request, so that they are looked up once and no embedding is copied. Scores need all features side by side, so a
+shared feature has its bag in the first sample of the request then, and its embedding is repeated after the lookup.
+`serving.requests.merge_sequences` merges sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from serving.requests.types import EMBEDDINGS, SHARED, Ids, KjtRequest, Mask, Va
 def merge_all(schema: LookupSchema, validated: ValidatedRequests) -> list[Batch]:
     """Merge requests into batches. Features that only unrequested outputs need are left out.
 
-    If a batch of pooled features is needed, it is the first, and it is the one that scores are made of.
+    If a batch of pooled features is needed, it is the first one. Scores are computed from it.
     """
     requests = validated.requests
     if all(map(_is_one_batch, requests)):
@@ -42,9 +42,9 @@ def merge_all(schema: LookupSchema, validated: ValidatedRequests) -> list[Batch]
 def merge(schema: LookupSchema, validated: ValidatedRequests) -> PooledBatch:
     """Merge requests, with all of their features, so that one TBE call answers them.
 
-    KJT is feature-major, so this interleaves the requests per feature; it is not a concatenation. Requests may ask
-    for different features in different orders. The batch has every feature that some request asks for. A request
-    that does not ask for a feature has empty bags there.
+    KJT is feature-major, so this interleaves the requests per feature; it is not a concatenation. Requests may have
+    different features in different orders. The batch has every feature that a request has. A request without the
+    feature has empty bags there.
 
     Returns:
         values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None; B is the sum of all B_r. With R = 1
@@ -76,8 +76,8 @@ def _merge_parts(
     Args:
         schema: the features of the model.
         validated: the requests [R].
-        masks: the features of each request; bool [F]. A request without any has no bags in the batch.
-        samples_of: how many bags such features of a request have.
+        masks: the features of each request; bool [F]. A request without features has no bags in the batch.
+        samples_of: the number of bags of such features in a request.
     """
     parts = []
     for request, mask in zip(validated.requests, masks, strict=True):
@@ -96,7 +96,7 @@ def _interleave(
     Args:
         schema: the features of the model.
         validated: the requests [R].
-        members: what each request has in the batch [R].
+        members: the part of each request in the batch [R].
         segments: the segments of all members, in order; int64 [S]. A segment is a feature of a request.
     """
     id_starts, bag_starts = validated.id_bounds[segments], validated.bag_bounds[segments]

@@ -1,8 +1,9 @@
-"""Merge sequences into batches: features that are answered by a row for each id, and are not pooled.
+"""Merge sequences into batches: features that are not pooled, so that the answer has a row for each id.
 
-A sequence of n ids is n bags of one id: their sums are the rows, bit for bit. So the program that pools also looks up
-rows, however its tables are sharded. Sequences have different numbers of bags, so they take calls of their own: one
-for each feature, or for several features whose answers are small. Shorter sequences have empty bags at the end.
+A sequence of n ids is n bags of one id, whose sums are the rows, bit for bit. So the program that pools also looks up
+rows, for all shardings. Sequences have different numbers of bags, so they take separate calls: one for each feature,
+    or
+for several features with small answers. Shorter sequences have empty bags at the end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +17,14 @@ from serving.requests.schema import LookupSchema, ScoringSchema
 from serving.requests.types import SEQUENCES, Ids, KjtRequest, Mask, ValidatedRequests, Weights
 
 # Features share a call as long as its answer has at most this many numbers: 256 KiB of FP32. A larger answer leaves
-# the processor's cache, and copying its columns takes longer than a call of its own.
+# the processor's cache, and copying its columns takes longer than a separate call.
 _SHARED_NUMBERS = 64 << 10
 # Maximum rows of a call. Hosts count them as samples, of which they accept 65,536 by default.
 _MOST_ROWS = 32 << 10
 
 
 def merge_sequences(schema: LookupSchema, validated: ValidatedRequests) -> Iterator[SequenceBatch]:
-    """The batches of all sequences that requests ask for, or that their scores are made of."""
+    """The batches of all sequences that requests or their scores need."""
     sequences = _sequences_of(schema, validated)
     if sequences is None:
         return
@@ -42,10 +43,10 @@ def merge_sequences(schema: LookupSchema, validated: ValidatedRequests) -> Itera
 
 
 def merge_combined(schema: LookupSchema, validated: ValidatedRequests) -> CombinedBatch | None:
-    """All that the scores of one request are made of, in one batch: pooled features and sequences.
+    """All features for the scores of one request in one batch: pooled features and sequences.
 
     Returns:
-        The batch. None if its answer would be large, or if the request has shared features, weights, ids without
+        The batch, or None if its answer would be large, or if the request has shared features, weights, ids without
         rows, or outputs that are not scores.
     """
     (request,) = validated.requests
@@ -74,11 +75,11 @@ class _Sequences:
 
     Attributes:
         positions: the features, as positions in the schema; int64 [S].
-        dims: columns of each feature; int64 [S].
-        ids: feature-major; int64 [N].
-        has_row: whether an id reads a row; bool [N]. None: all do.
-        first: where the ids of each feature begin, then N; int64 [S + 1].
-        bounds: where the ids of each request begin among those of the feature, then their end; int64 [S, R + 1].
+        dims: the columns of each feature; int64 [S].
+        ids: ids, feature-major; int64 [N].
+        has_row: whether an id reads a row; bool [N], or None if all ids do.
+        first: the start of each feature's ids, then N; int64 [S + 1].
+        bounds: the start of each request's ids among the ids of the feature, then their end; int64 [S, R + 1].
         weighted: whether the model takes weights.
     """
 
@@ -96,7 +97,7 @@ class _Sequences:
 
 
 def _sequences_of(schema: LookupSchema, validated: ValidatedRequests) -> _Sequences | None:
-    """The sequences to look up for some requests. None if there are none."""
+    """The sequences to look up for some requests, or None if they need none."""
     requests = validated.requests
     masks = [_features_to_look_up(schema, request) for request in requests]
     segments = np.flatnonzero(concatenate(masks))
@@ -128,14 +129,14 @@ def _sequences_of(schema: LookupSchema, validated: ValidatedRequests) -> _Sequen
 
 
 def _features_to_look_up(schema: LookupSchema, request: KjtRequest) -> Mask:
-    """The features whose rows a request is answered with, or its scores are made of: bool [F]."""
+    """The features whose rows a request or its scores need: bool [F]."""
     if SEQUENCES in request.outputs or request.dense is None or not isinstance(schema, ScoringSchema):
         return request.feature_set.sequence & (SEQUENCES in request.outputs)
     return schema.scored_rows  # the request has all features, in the schema's order
 
 
 def _have_rows(requests: Sequence[KjtRequest], index: slice | Ids) -> Mask | None:
-    """Whether the ids at `index` read a row: bool. None: all do."""
+    """Whether the ids at `index` read a row: bool, or None if all ids do."""
     if all(request.rowless is None for request in requests):
         return None
     rowless = [
@@ -147,7 +148,7 @@ def _have_rows(requests: Sequence[KjtRequest], index: slice | Ids) -> Mask | Non
 
 
 def _merge_one(schema: LookupSchema, sequences: _Sequences, feature: int, index: slice, bounds: Ids) -> SequenceBatch:
-    """Rows of one feature, for the ids at `index`. `bounds`: int64 [1, R + 1]."""
+    """A batch for the rows of one feature, for the ids at `index`. `bounds`: int64 [1, R + 1]."""
     values = sequences.ids[index]
     offsets = np.arange(values.size + 1)
     if sequences.has_row is not None:
@@ -158,7 +159,7 @@ def _merge_one(schema: LookupSchema, sequences: _Sequences, feature: int, index:
 
 
 def _merge_several(schema: LookupSchema, sequences: _Sequences, group: Sequence[int]) -> SequenceBatch:
-    """Rows of several features. Features with fewer ids than others get empty bags at the end."""
+    """A batch for the rows of several features. Features with fewer ids get empty bags at the end."""
     bounds = sequences.bounds[group]
     index = index_of_ranges(sequences.first[group], bounds[:, -1])
     values = sequences.ids[index]

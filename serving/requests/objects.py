@@ -15,22 +15,22 @@ import numpy.typing as npt
 # The types of integers, without bool.
 INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 _LISTS = (list, tuple)
-# numpy has no array of more dimensions.
+# The maximum dimensions of a numpy array.
 _DEEPEST = 64
 
 
 def plain(numbers: Any, deepest: int = _DEEPEST) -> Any:
     """An input without torch tensors, arrays of objects and pandas' NA.
 
-    A tensor becomes an array, and one of no dimensions a number of numpy. An array of objects becomes a list, and NA
-    becomes None. Lists without any of these are returned as they are.
+    A tensor becomes an array; without dimensions, it becomes a numpy number. An array of objects becomes a list, and
+    NA becomes None. Lists without any of these are returned unchanged.
 
     Args:
         numbers: an input in any form, or a list or dict of inputs.
-        deepest: how many levels of lists to look into.
+        deepest: the number of levels of lists to inspect.
 
     Raises:
-        ValueError: a tensor is no dense tensor of numbers in the memory of the CPU.
+        ValueError: a tensor is not a dense CPU tensor of numbers.
     """
     if isinstance(numbers, np.ndarray):
         is_of_objects = numbers.dtype == np.object_ and not isinstance(numbers, np.ma.MaskedArray)
@@ -49,11 +49,11 @@ def plain(numbers: Any, deepest: int = _DEEPEST) -> Any:
 
 
 def array_of(numbers: Any) -> npt.NDArray[Any]:
-    """`numbers` as an array, integers exactly: numpy makes floats of a list of int64 and uint64.
+    """`numbers` as an array with exact integers: numpy would convert a list of int64 and uint64 to floats.
 
     Raises:
-        TypeError: it is a masked array, whose masked items numpy would include; or it is no array.
-        ValueError: its rows have different lengths, a tensor has no array, or integers have no dtype.
+        TypeError: `numbers` is a masked array, whose masked items numpy would include; or it is not an array.
+        ValueError: rows have different lengths, a tensor cannot be converted, or no dtype holds all integers.
     """
     if isinstance(numbers, np.ma.MaskedArray):
         raise TypeError("a masked array: a request has no mask; fill it, or leave out what is masked")
@@ -82,15 +82,15 @@ def leaves(numbers: Any, deepest: int = _DEEPEST) -> Iterator[Any]:
 
 
 def _foreign_types() -> tuple[Any, Any]:
-    """The types of torch's tensors and of pandas' NA; () for a library that is not imported."""
+    """The types of torch tensors and of pandas' NA; () if the library is not imported."""
     torch: Any = sys.modules.get("torch")
     pandas: Any = sys.modules.get("pandas")
-    # A library that is only being imported may lack the attribute.
+    # A library that is just being imported may lack the attribute.
     return getattr(torch, "Tensor", ()), type(pandas.NA) if hasattr(pandas, "NA") else ()
 
 
 def _is_to_be_replaced(level: Any, deepest: int) -> bool:
-    """Whether lists hold what `plain` replaces. No Python code runs for a single number."""
+    """Whether lists have items that `plain` replaces. No Python code runs for single numbers."""
     foreign_types = _foreign_types()
     for depth in range(deepest):
         kinds = {*map(type, level)}
@@ -108,10 +108,10 @@ def _is_to_be_replaced(level: Any, deepest: int) -> bool:
 
 
 def _array_of_tensor(tensor: Any) -> Any:
-    """The numbers of a tensor, as a view where numpy has their dtype. Floats of fewer than 32 bits become float32.
+    """The numbers of a tensor, as a view if numpy has their dtype. Floats of fewer than 32 bits become float32.
 
     Raises:
-        ValueError: the tensor is no dense tensor of numbers in the memory of the CPU.
+        ValueError: the tensor is not a dense CPU tensor of numbers.
     """
     if tensor.is_nested:
         raise ValueError(

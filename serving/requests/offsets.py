@@ -1,6 +1,6 @@
 """Index arithmetic on jagged arrays: ranges of different sizes in flat arrays, without a Python loop.
 
-*Bounds* of n adjacent ranges are n + 1 numbers: where each range starts, and where the last one ends.
+*Bounds* of n adjacent ranges are n + 1 numbers: the start of each range, and the end of the last one.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 _UINT32 = np.dtype(np.uint32)
-# The ufunc behind `cumsum`, whose Python function takes as long again for a small request.
+# The ufunc behind `cumsum`. For a small request, numpy's Python function doubles the time.
 _accumulate = np.add.accumulate
 
 
 def concatenate(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Arrays [n_i] of one dtype, one after the other [sum n_i]. A single array is returned as it is."""
+    """Arrays [n_i] of one dtype, one after the other [sum n_i]. A single array is returned unchanged."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def bag_offsets(lengths: npt.NDArray[np.int32]) -> Ids:
     """The bounds int64 [n + 1] of bags with these `lengths`, int32 [n].
 
-    A negative length counts as the unsigned number with its bits, 2³¹ or more, so that it can never add up.
+    A negative length counts as the unsigned number with the same bits, 2³¹ or more, so that the sum is always wrong.
     """
     offsets = np.empty(lengths.size + 1, np.int64)
     offsets[0] = 0
@@ -55,7 +55,7 @@ def ranges(starts: Ids, sizes: Ids) -> Ids:
 
 
 def index_of_ranges(starts: Ids, sizes: Ids) -> slice | Ids:
-    """An index of what `ranges` names: a slice, which copies nothing, if each range begins where the last one ends.
+    """An index for the numbers of `ranges`: a slice, which copies nothing, if the ranges are adjacent.
 
     Args:
         starts, sizes: int64 [n]; at least one.

@@ -12,7 +12,7 @@ from typing import Any
 from serving.errors import InvalidRequest, Reason
 from serving.requests.types import Tensors
 
-# Triton's JSON for a request without parameters. Comparing is faster than parsing it.
+# Triton's JSON for a request without parameters. A comparison is faster than parsing.
 _NO_PARAMETERS = ("{}", "")
 # https://www.w3.org/TR/trace-context/#traceparent-header
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -23,7 +23,7 @@ def _names(text: str) -> list[str]:
 
 
 def _trace(value: Any) -> str | None:
-    """A `traceparent`; None if it is malformed, as W3C says."""
+    """A `traceparent`, or None if it is malformed, as W3C requires."""
     return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
 
 
@@ -32,7 +32,7 @@ class Parameter:
     """A parameter of a ModelInferRequest.
 
     Attributes:
-        name: its name.
+        name: the name of the parameter.
         kind: the type of its value.
         expected: describes the value in error messages.
         parse: converts a value to the value of the field.

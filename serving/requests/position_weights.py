@@ -1,7 +1,7 @@
 """Position weights: the n-th id of a bag, as it was sent, has the n-th weight of its feature.
 
-They are made before anything is looked up, as TorchRec's PositionWeightedModule does. A bag with more ids than its
-feature has weights is refused, where that module raises.
+They are assigned before the lookup, as in TorchRec's PositionWeightedModule. A bag with more ids than its feature has
+weights is refused; the module raises an error.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from serving.requests.types import Ids, KjtRequest, Lengths, Weights
 
 
 def positions_in_bags(lengths: Lengths, offsets: Ids) -> Ids:
-    """The place of each id in its bag: 0, 1, and so on.
+    """The position of each id in its bag: 0, 1, and so on.
 
     Args:
         lengths: bag sizes; int32 [n].
@@ -30,7 +30,7 @@ def positions_in_bags(lengths: Lengths, offsets: Ids) -> Ids:
 
 
 def positions_of(request: KjtRequest) -> Ids:
-    """The place of each id of a request in the bag that was sent; int64 [N]. Its lengths are right."""
+    """The position of each id in its bag of a request with checked lengths; int64 [N]."""
     if request.positions is not None:
         return request.positions
     return positions_in_bags(request.lengths, bag_offsets(request.lengths))
@@ -48,14 +48,14 @@ def weights_by_position(
 
     Args:
         requests: the requests [R].
-        position_weights: of all features of the model; float32 [n].
-        lengths: their bag sizes, one after the other; int32 [bags].
+        position_weights: the position weights of all features of the model; float32 [n].
+        lengths: the bag sizes of all requests; int32 [bags].
         offsets: the bounds of the bags; int64 [bags + 1].
         id_bounds: the bounds of the segments, each a feature of a request; int64 [S + 1].
-        weights: of ids that are not weighted by position; float32 [N]. None: each has the weight 1.
+        weights: the weights of other ids; float32 [N], or None for a weight of 1 each.
 
     Returns:
-        float32 [N]: by position for features that have such weights, and otherwise `weights`.
+        float32 [N]: position weights for features that have them, or else `weights`.
 
     Raises:
         InvalidRequest: a bag is too long. `expect_short_bags` names it.
@@ -78,7 +78,7 @@ def expect_short_bags(request: KjtRequest) -> None:
     """Refuse a request with a bag that has more ids than its feature has position weights.
 
     Raises:
-        InvalidRequest: naming the feature and the sample.
+        InvalidRequest: a bag is too long. The message names the feature and the sample.
     """
     feature_set = request.feature_set
     bags = bag_bounds(len(feature_set.names), request.samples, request.shared)

@@ -1,4 +1,4 @@
-"""The features of a bundle and of a request: what a request is checked against."""
+"""The schema of a bundle, which requests are checked against, and the features that a request selects."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +14,7 @@ from serving.errors import InvalidRequest, Reason, quoted
 from serving.requests.id_maps import IdMaps
 from serving.requests.offsets import index_of_ranges
 
-# Most requests that name features name the same ones. Selections are kept for so many different lists of names.
+# Maximum cached selections: most requests that name features name the same ones.
 _KEPT_SELECTIONS = 1024
 # The fields of a `FeatureSet` that are of the model, or of all of its features.
 _SAME_IN_SUBSETS = frozenset({"id_maps", "position_weights", "what", "default"})
@@ -29,28 +29,28 @@ class FeatureSet:
     """Some features, in the order of an answer.
 
     Attributes:
-        names: names of the features [F].
+        names: the names of the features [F].
         key_of: the KJT key that each feature reads [F].
-        tables: names of their tables [F].
-        positions: where the features are in the schema; int64 [F].
-        rows: rows of their tables; uint64 [F].
-        dims: columns of each feature in an answer; int64 [F].
+        tables: the names of their tables [F].
+        positions: the positions of the features in the schema; int64 [F].
+        rows: the rows of their tables; uint64 [F].
+        dims: the columns of each feature in an answer; int64 [F].
         weighted: whether a request has weights for their ids; bool [F].
         zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
-        default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
+        default_rows: the row that is read for an id outside the table, or -1; int64 [F].
         modulo: whether the id policy is `modulo`: an id outside the table reads the row id mod rows; bool [F].
-        id_maps: of all tables of the model whose ids are remapped, or None.
-        maps: the number of the table's map; -1 where its ids are not remapped; int64 [F].
-        position_weights: of all features of the model that weigh ids by position; float32 [n]; or None.
-        first_weights: where the feature's are among them; -1 where it does not weigh by position; int64 [F].
-        longest_bags: the most ids in a bag; int64 [F].
-        sequence: whether the answer has a row for each id, and is not pooled; bool [F].
+        id_maps: the maps of all tables of the model whose ids are remapped, or None.
+        maps: the number of the table's map, or -1 if its ids are not remapped; int64 [F].
+        position_weights: the position weights of all features of the model; float32 [n], or None.
+        first_weights: the index of the feature's first position weight, or -1 without position weights; int64 [F].
+        longest_bags: the maximum ids of a bag; int64 [F].
+        sequence: whether the answer has a row for each id instead of a pooled row; bool [F].
         default: whether these are all features, in the schema's order.
-        what: what the names are of, for messages: "feature", or "table" where rows of tables are asked for.
-        keys: the distinct `key_of`, in order: what a request brings ids for.
-        reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
+        what: for messages, "feature", or "table" in a request for rows of tables.
+        keys: the distinct `key_of`, in order, for which a request has ids.
+        reads: for each feature, the position of its key in `keys`; int64 [F]. None: each feature has a different key.
         index: the numbers 0 to F; int64 [F + 1].
-        ends: the column after the last one of each feature in an answer; ends with D; int64 [F].
+        ends: the column after the last one of each feature in an answer; the last is D; int64 [F].
         pooled_columns: an index of the columns of the pooled features in an answer.
     """
 
@@ -94,8 +94,8 @@ class FeatureSet:
 
     @property
     def pooled(self) -> "FeatureSet":
-        """The features that are pooled. This selection itself, if all are."""
-        # It does not hold itself: what does so stays until the garbage collector looks at all there is.
+        """The features that are pooled: this object if all are."""
+        # Without a reference to itself, which only a full garbage collection would free.
         return self if self._pooled is None else self._pooled
 
     def subset(self, indices: npt.NDArray[np.int64]) -> "FeatureSet":
@@ -112,7 +112,7 @@ class FeatureSet:
         return replace(self, **chosen, default=default)
 
     def positions_of(self, other: "FeatureSet") -> npt.NDArray[np.int64]:
-        """Where the features of `other` are among these, int64 [features of `other`]. All of them must be."""
+        """The positions of the features of `other` in this set, which must have all of them: int64 [features]."""
         if other is self or not other.names:
             return other.index[:-1]
         position_of = np.empty(int(self.positions.max()) + 1, np.int64)
@@ -127,8 +127,8 @@ class LookupSchema:
     Attributes:
         all_features: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
-        scores: the names of the outputs that are scores. Empty, unless it is a `ScoringSchema`.
-        dense_inputs: the dense inputs. Empty, unless it is a `ScoringSchema`.
+        scores: the names of the outputs that are scores; empty except in a `ScoringSchema`.
+        dense_inputs: the dense inputs; empty except in a `ScoringSchema`.
         by_id: the dense inputs with a row for each id of a key, and the key of each.
     """
 
@@ -150,12 +150,12 @@ class LookupSchema:
         return self._positions[key][0]
 
     def select(self, keys: Sequence[str] | None) -> FeatureSet:
-        """The features that read `keys`, in that order; all features where it is None.
+        """The features that read `keys`, in that order; all features if it is None.
 
-        The same keys give the same object, as long as it is kept.
+        The results are cached, so the same keys mostly give the same object.
 
         Raises:
-            InvalidRequest: a key is unknown or comes twice, or there is none.
+            InvalidRequest: a key is unknown or repeated, or `keys` is empty.
         """
         cache_key = None if keys is None else tuple(keys)
         feature_set = self._selections.get(cache_key)
@@ -165,12 +165,12 @@ class LookupSchema:
         return feature_set
 
     def select_rows(self, tables: Sequence[str]) -> FeatureSet:
-        """Rows of some tables, in that order: each is a sequence, called and asked for as the table is.
+        """The selection for rows of some tables, in that order: a sequence for each table, with the table's name.
 
-        A feature that reads the table looks them up. Weights of ids, also by position, do not count.
+        A feature that reads the table looks its rows up. Per-id weights and position weights have no effect.
 
         Raises:
-            InvalidRequest: a table is unknown or comes twice, or there is none.
+            InvalidRequest: a table is unknown or repeated, or `tables` is empty.
         """
         cache_key: tuple[str | int, ...] = (_TABLES, *tables)
         feature_set = self._selections.get(cache_key)
@@ -195,7 +195,7 @@ class LookupSchema:
         return feature_set
 
     def subset(self, positions: Sequence[int]) -> FeatureSet:
-        """The features at some positions of the schema, in that order. The same ones give the same object."""
+        """The features at some positions of the schema, in that order. The results are cached."""
         cache_key = (_POSITIONS, *positions)
         feature_set = self._selections.get(cache_key)
         if feature_set is None:
@@ -217,14 +217,14 @@ class LookupSchema:
 
 @dataclass(frozen=True, slots=True)
 class ScoringSchema(LookupSchema):
-    """The features of a bundle with a dense part, and what its scores are made of.
+    """The features of a bundle with a dense part, and the inputs of its scores.
 
     Attributes:
-        dense_part: makes the scores.
+        dense_part: the dense part, which computes the scores.
         jagged: for each jagged input of the dense part, the position of its feature, or of the first feature that
             reads its key.
-        scored_rows: whether scores are made of a feature's rows; bool [F].
-        scores_all_rows: whether scores are made of the rows of all features that are not pooled.
+        scored_rows: whether scores need a feature's rows; bool [F].
+        scores_all_rows: whether scores need the rows of all features that are not pooled.
     """
 
     dense_part: DensePart
@@ -256,7 +256,7 @@ class ScoringSchema(LookupSchema):
 
 
 def schema_of(manifest: Manifest, id_maps: IdMaps | None) -> LookupSchema:
-    """The schema of a bundle, with the maps of its tables. It is a `ScoringSchema` if the bundle has a dense part."""
+    """The schema of a bundle, with the maps of its tables: a `ScoringSchema` if the bundle has a dense part."""
     every = _all_features(manifest, id_maps)
     if manifest.dense_part is None:
         return LookupSchema(every, manifest.weighted)
@@ -291,7 +291,7 @@ def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> FeatureSet:
 
 
 def _expect_names(what: str, names: tuple[str, ...], valid_names: tuple[str, ...]) -> None:
-    """Refuse names that are not among those `known`, or come twice, or none."""
+    """Refuse names that are unknown or repeated, and an empty list."""
     there = {*valid_names}
     for name in names:
         if name not in there:
@@ -306,7 +306,7 @@ def _expect_names(what: str, names: tuple[str, ...], valid_names: tuple[str, ...
 
 
 def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:
-    """What a selection of all features says of their position weights."""
+    """The attributes of a selection of all features about position weights."""
     counts = np.array([len(feature_weights or ()) for feature_weights in weights], np.int64)
     any_weights = any(feature_weights is not None for feature_weights in weights)
     return {
@@ -323,6 +323,6 @@ def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:
 def shortened(name: str) -> str:
     """At most 64 characters of a name that a caller sent.
 
-    gRPC carries error messages as metadata, and drops the stream at 16 KiB of it.
+    gRPC sends error messages as metadata, and drops a stream with more than 16 KiB of metadata.
     """
     return name if len(name) <= 64 else name[:64] + "…"

@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from serving.requests.schema import FeatureSet
 
-# The inputs of a lookup. Others are dense.
+# The inputs of a lookup. All others are dense inputs.
 IDS = ("values", "lengths", "weights")
 # The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
 # [n, dim], one after the other.
 EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
-# The output with the pooled embeddings of features that come once, [1, D].
+# The output with the pooled embeddings of shared features, [1, D].
 SHARED = "once"
-# The outputs of a lookup. Others are scores.
+# The outputs of a lookup. All others are scores.
 LOOKED_UP = (EMBEDDINGS, SEQUENCES, SHARED)
 
 Ids = npt.NDArray[np.int64]
@@ -28,32 +28,32 @@ Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
 # Dense inputs in the manifest's order, [B, *shape] each, of their dtypes.
 Dense = Sequence[Array]
-# What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
-# `sequences` does not.
+# The outputs of a request by name. All but `sequences` have a row for each sample, [B, …].
 Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(eq=False, slots=True)
 class Tensors:
-    """A request as a client sends it. Dtypes and shapes are those of a good request; a bad one may have any.
+    """A request as a client sends it. The dtypes and shapes below are not checked yet.
 
-    Fields that are not tensors travel as parameters (`serving.requests.parameters`).
+    Fields that are not tensors are sent as parameters (`serving.requests.parameters`).
 
     Attributes:
-        features: the features asked for, in the order of the answer; all features of the model where None.
+        features: the requested features, in the order of the answer, or None for all features of the model.
         values: ids, feature-major; int64 [N].
-        lengths: bag sizes, feature-major; int32 [F·B], fewer where some features come once.
-        weights: a weight for each id; float32 [N]. None for models that are not weighted.
-        trace: the W3C `traceparent` that came with the request.
-        bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
-        every_host: whether to answer only if every host of a router does, even if no row of it is needed.
-        outputs: the outputs that are asked for. Those that no feature of the request is answered in are left out.
+        lengths: bag sizes, feature-major; int32 [F·B], or fewer if features are shared.
+        weights: a weight for each id, float32 [N], or None for models without weights.
+        trace: the W3C `traceparent` of the request.
+        bundle: the digest of the bundle that must answer, SHA-256 of its manifest.json in hex, or None for any
+            bundle.
+        every_host: whether to answer only if every host of a router answers, even if its rows are not needed.
+        outputs: the requested outputs. Outputs without a feature of the request are left out of the answer.
         dense: dense inputs by name; [B, *shape], of their dtypes.
-        tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
+        tables: in place of `features`, the tables whose rows are requested, in the order of the answer. `values` and
             `lengths` are by table.
-        shared: the features, and dense inputs, that come once and count for all samples: one bag, or [1, *shape].
-        part_of: what the bundle that answers has to be a part of, as `serving.bundle.plan.Part.text`. None: of any
-            plan, or of none.
+        shared: the features and dense inputs that all samples share: one bag, or [1, *shape].
+        part_of: the plan that the answering bundle must be a part of, as `serving.bundle.plan.Part.text`, or None for
+            any.
     """
 
     features: Sequence[str] | None
@@ -78,19 +78,19 @@ class KjtRequest:
     Attributes:
         selection: the features, in the order of the answer.
         values: ids, feature-major; int64 [N].
-        lengths: bag sizes, feature-major; int32 [bags]: B of each feature, and one of each that comes once.
-        weights: a weight for each id; float32 [N]. None for models that are not weighted.
+        lengths: bag sizes, feature-major; int32 [bags]: B for each feature, or one for a shared feature.
+        weights: a weight for each id, float32 [N], or None for models without weights.
         samples: B.
-        positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
-        dense: what its scores need beside ids; None: no scores are asked for.
-        outputs: the outputs that are asked for.
-        rowless: the ids of sequences that read no row, but zeros; bool [N]. None: no such ids.
-        shared: the shared features; bool [F]. None: no shared features.
-        jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
-        jagged_bytes: of all of them, rows as FP32; what is shared is repeated for each sample, except for the
-            programs of a user side.
-        is_user_side: whether the programs of the model's user side score it, for which no rows are repeated: exactly
-            this side is shared, by enough items.
+        positions: the position of each id in the bag that was sent, int64 [N]; None: in the order of the ids.
+        dense: the dense inputs of its scores, or None if it requests no scores.
+        outputs: the requested outputs.
+        rowless: the ids of sequences that read zeros instead of a row; bool [N], or None if there are none.
+        shared: the shared features; bool [F], or None if no feature is shared.
+        jagged: the jagged inputs of its scores as they were sent, in the manifest's order, with None for rows.
+        jagged_bytes: the bytes of all jagged inputs, with rows as FP32. Shared inputs count for each sample, except
+            for the programs of a user side.
+        is_user_side: whether the programs of the model's user side score it, which repeat no rows: exactly the inputs
+            of the user side are shared, by enough items.
     """
 
     feature_set: FeatureSet
@@ -109,27 +109,27 @@ class KjtRequest:
 
     @property
     def bag_count(self) -> int:
-        """The bags of each feature in a batch: B, at least 1 with shared features, whose bag is the first."""
+        """The bags of each feature in a batch: B, or at least 1 with shared features, whose bag is the first one."""
         return self.samples if self.shared is None else max(self.samples, 1)
 
     @property
     def has_sequences(self) -> bool:
-        """Whether some feature is not pooled."""
+        """Whether a feature is not pooled."""
         return self.feature_set.pooled is not self.feature_set
 
 
 @dataclass(eq=False, slots=True)
 class ValidatedRequests:
-    """R requests, one after the other, whose lengths and ids are right. A segment is a feature of a request.
+    """R requests, one after the other, with checked lengths and ids. A segment is a feature of a request.
 
     Attributes:
         requests: the requests [R].
         values: their ids; int64 [N].
         weights: their weights; float32 [N], or None.
         lengths: their bag sizes; int32 [bags].
-        offsets: where each bag starts in `values`, then N; int64 [bags + 1].
-        bag_bounds: where the bags of each segment start in `lengths`, then their number; int64 [S + 1].
-        id_bounds: where the ids of each segment start in `values`, then N; int64 [S + 1].
+        offsets: the start of each bag in `values`, then N; int64 [bags + 1].
+        bag_bounds: the start of each segment's bags in `lengths`, then the number of bags; int64 [S + 1].
+        id_bounds: the start of each segment's ids in `values`, then N; int64 [S + 1].
     """
 
     requests: Sequence[KjtRequest]

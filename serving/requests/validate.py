@@ -1,7 +1,7 @@
 """Validate the lengths and ids of requests, all requests of a group together. numpy only.
 
-The cost of a numpy call is paid once for the group. Only if some request is invalid, the id policies of the tables
-are applied to each request alone.
+The cost of a numpy call is paid once for the group. Only if a request is invalid, the id policies of the tables are
+applied to each request separately.
 """
 
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ def validate_each(
     """Validate requests together. If one of them is invalid, apply the tables' id policies to each request.
 
     Returns:
-        The valid requests; their positions among `requests`; the errors of the others, by position; and how many ids
-        of the valid requests were outside [0, rows), by table. The errors hold no frames, which would hold arrays.
+        The valid requests; their positions among `requests`; the errors of the others, by position; and the number of
+        ids outside [0, rows) in the valid requests, by table. The errors have no tracebacks, which would keep arrays.
 
     Raises:
-        InternalError: as `validate`.
+        InternalError: as for `validate`.
     """
     try:
         validated: ValidatedRequests | None = validate(requests)
     except InvalidRequest:
-        validated = None  # leave the handler: errors that are raised in it would hold this one
+        validated = None  # leave the handler, because errors raised in it would refer to this one
     if validated is not None:
         return validated, range(len(requests)), {}, {}
     changed: dict[int, KjtRequest] = {}
@@ -59,17 +59,17 @@ def validate_each(
 
 
 def validate(requests: Sequence[KjtRequest]) -> ValidatedRequests:
-    """Validate the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
+    """Validate the lengths and ids of all requests at once, before they reach FBGEMM.
 
-    An id of a table with a map becomes the row of the map, if the table takes the id. An id outside a table whose
-    policy is `modulo` becomes id mod rows. Position weights become per-id weights.
+    An id of a table with a map becomes a row, if the map accepts it. An id outside a table with the policy `modulo`
+    becomes id mod rows. Position weights become per-id weights.
 
     Returns:
-        The requests, concatenated. With R = 1 the arrays are the request's own: nothing is copied unless ids change.
+        The requests, concatenated. With R = 1, the arrays are the request's own unless ids change: nothing is copied.
 
     Raises:
         InvalidRequest: at least one request is invalid. `apply_id_policies` finds out which one, and why.
-        InternalError: a map has a row that its table does not have: its file was damaged.
+        InternalError: a map has a row that its table does not have, because its file was damaged.
     """
     values, lengths, rows = _concatenated(requests)
     offsets = bag_offsets(lengths)
@@ -81,7 +81,7 @@ def validate(requests: Sequence[KjtRequest]) -> ValidatedRequests:
     outside = _segments_outside(values, ids, rows)
     if outside.size:
         mapped = outside[concatenate([request.feature_set.maps for request in requests])[outside] >= 0]
-        # An id that a map does not take has the row -1.
+        # An id that a map does not accept has the row -1.
         if any(int(values[ids[segment] : ids[segment + 1]].max()) >= int(rows[segment]) for segment in mapped):
             raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
         if not concatenate([request.feature_set.modulo for request in requests])[outside].all():
@@ -118,9 +118,9 @@ def _expect_sums(requests: Sequence[KjtRequest], offsets: Ids) -> None:
 
 def _segments_outside(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64]) -> Ids:
     """The positions of the segments with an id outside [0, rows), int64. `rows`: of their tables, uint64 [S]."""
-    # As an unsigned number, a negative id is larger than any table.
+    # As unsigned numbers, negative ids are larger than any table.
     unsigned, starts = values.view(_UINT64), id_bounds[:-1]
-    # For an empty segment, reduceat gives the id after it, and fails if there is no such id. Valid ids of one table
+    # For an empty segment, reduceat returns the id after it, and fails if there is no such id. Valid ids of a table
     # are mostly valid for the table before it, so it is cheaper to look for empty segments after a failure.
     if id_bounds.item(-2) < values.size and not _any(_max_of_segments(unsigned, starts) >= rows):
         return _NO_SEGMENTS
