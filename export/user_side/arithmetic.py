@@ -10,7 +10,7 @@ from export.user_side.builder import Builder, broadcast
 from export.user_side.call import Call, Rule
 from export.user_side.in_place import mark_pointwise, may_write_in_place
 from export.user_side.shapes import cut_value, raised_value
-from export.user_side.values import Joined, Part, Product, Shape, Sum, Term, Value, Widened, is_value
+from export.user_side.values import Joined, Part, Product, Reordered, Shape, Sum, Term, Value, Widened, is_value
 
 _ATEN = torch.ops.aten
 
@@ -21,10 +21,19 @@ def pointwise(call: Call) -> Value | None:
     if any(not is_value(call.entries[node]) for node in nodes) or not call.shape:
         return None
     values = {node: call.entries[node] for node in nodes}
-    if len(nodes) == 1 and isinstance(joined := values[nodes[0]], Joined):
-        parts = [_applied(call, {nodes[0]: part}, part.shape) for part in joined.parts]
-        return Joined(tuple(parts), joined.dim, call.shape)
+    if len(nodes) == 1:
+        return _applied_alone(call, nodes[0], values[nodes[0]])
     return _applied(call, values, call.shape)
+
+
+def _applied_alone(call: Call, node: fx.Node, value: Value) -> Value:
+    """The operator on its only tensor: on each part alone."""
+    if isinstance(value, Joined):
+        parts = tuple(_applied_alone(call, node, part) for part in value.parts)
+        return Joined(parts, value.dim, value.shape)
+    if isinstance(value, Reordered):
+        return Reordered(_applied_alone(call, node, value.source), value.dim, value.order, value.shape)
+    return _applied(call, {node: value}, value.shape)
 
 
 def _applied(call: Call, values: Mapping[fx.Node, Value], shape: Shape) -> Part:
@@ -92,7 +101,7 @@ def _add(build: Builder, first: Value, second: Value, sign: int, shape: Shape) -
 def _terms(value: Value, sign: int) -> tuple[tuple[int, Term], ...]:
     if isinstance(value, Sum):
         return tuple((sign * sign_of_term, term) for sign_of_term, term in value.terms)
-    assert not isinstance(value, Joined)  # noqa: S101  it was aligned
+    assert not isinstance(value, Joined | Reordered)  # noqa: S101  it was aligned
     return ((sign, value),)
 
 
@@ -148,7 +157,7 @@ def _multiply(build: Builder, first: Value, second: Value, shape: Shape) -> Valu
     if isinstance(second, Product):
         second = build.part_of(second)
         return _multiply(build, first, second, shape)
-    assert not isinstance(second, Joined)  # noqa: S101  it was aligned
+    assert not isinstance(second, Joined | Reordered)  # noqa: S101  it was aligned
     return Product(first, second, shape)
 
 

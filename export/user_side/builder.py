@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from export.capture.torchscript_calls import TorchScriptCalls
 from export.user_side.in_place import mark_pointwise
-from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Value, Widened, changed
+from export.user_side.values import ITEMS, Joined, Part, Product, Reordered, Shape, Sum, Value, Widened, changed
 
 _ATEN = torch.ops.aten
 _CONSTANT = "constant_"
@@ -73,6 +73,10 @@ class Builder:
         """Whether a tensor is known at export."""
         return part.node in self._constants
 
+    def known_tensor(self, part: Part) -> Tensor | None:
+        """The tensor of a part, if it is known at export."""
+        return self._constants.get(part.node)
+
     def call(self, operator: Any, *args: Any) -> fx.Node:
         """An operator of torch.ops.aten. It is run now, if all its tensors are known."""
         nodes: list[fx.Node] = []
@@ -122,6 +126,14 @@ class Builder:
         node = self.call(_ATEN.narrow, part.node, dim, start, width)
         return Part(node, changed(part.size, dim, width), shape, part.per_user)
 
+    def indexed(self, part: Part, dim: int, order: Sequence[int]) -> Part:
+        """Indices of one dimension, in any order."""
+        shape = changed(part.shape, dim, len(order))
+        if part.size[dim] == 1 or [*order] == [*range(part.size[dim])]:
+            return _with_shape(part, shape)
+        node = self.call(_ATEN.index_select, part.node, dim, self.constant(torch.tensor(order)))
+        return Part(node, changed(part.size, dim, len(order)), shape, part.per_user)
+
     def multiplied(self, first: Part, second: Part) -> Part:
         """The product of two tensors that broadcast."""
         shape = broadcast(first.shape, second.shape)
@@ -151,6 +163,8 @@ class Builder:
                 part = self._added(value)
             elif isinstance(value, Product):
                 part = self.multiplied(value.factor, self.part_of(value.other))
+            elif isinstance(value, Reordered):
+                part = self.indexed(self.part_of(value.source), value.dim, value.order)
             else:
                 part = self.linear(value.source, value.weight)
             self._parts[id(value)] = value, _with_shape(part, value.shape)

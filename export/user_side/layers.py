@@ -13,7 +13,7 @@ import torch
 
 from export.user_side.builder import Builder
 from export.user_side.cross_layers import Crossed, crossed_of, multiplied_together
-from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Term, Value, Widened, changed
+from export.user_side.values import ITEMS, Joined, Part, Product, Reordered, Shape, Sum, Term, Value, Widened, changed
 
 _ATEN = torch.ops.aten
 
@@ -46,6 +46,8 @@ def apply_linear(build: Builder, value: Value, weight: Part, bias: Part | None) 
     if isinstance(value, Joined) and value.dim != last:
         parts = tuple(apply_linear(build, part, weight, bias) for part in value.parts)
         return Joined(parts, value.dim, shape)
+    if isinstance(value, Reordered) and value.dim != last:
+        return Reordered(apply_linear(build, value.source, weight, bias), value.dim, value.order, shape)
     if isinstance(value, Part):
         if (folded := _folded(build, value, weight, bias)) is not None:
             return folded
@@ -85,7 +87,9 @@ def _columns(build: Builder, value: Value, weight: Part, sign: int) -> Iterator[
             width = part.shape[last]
             yield from _columns(build, part, build.cut(weight, 1, start, width), sign)
             start += width
-    elif isinstance(value, Joined):
+    elif isinstance(value, Reordered) and value.dim == last:
+        yield from _columns(build, value.source, _weight_of_source(build, value, weight), sign)
+    elif isinstance(value, Joined | Reordered):
         yield from _columns(build, build.part_of(value), weight, sign)
     elif isinstance(value, Sum):
         of_items: dict[Shape, list[tuple[int, Part]]] = {}
@@ -101,6 +105,14 @@ def _columns(build: Builder, value: Value, weight: Part, sign: int) -> Iterator[
                 yield _Columns(term_of_size, build.signed(weight, sign))
     else:
         yield _Columns(value, build.signed(weight, sign))
+
+
+def _weight_of_source(build: Builder, value: Reordered, weight: Part) -> Part:
+    """The weight [H, K] of reordered columns, as a weight of the columns in their own order."""
+    size = (weight.size[0], value.source.shape[value.dim])
+    zeros = build.call(_ATEN.new_zeros, weight.node, [*size])
+    order = build.constant(torch.tensor(value.order))
+    return Part(build.call(_ATEN.index_add, zeros, 1, order, weight.node), size, size, weight.per_user)
 
 
 class _Layer:

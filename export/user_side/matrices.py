@@ -5,6 +5,7 @@ import torch
 from export.user_side.builder import Builder
 from export.user_side.call import Call
 from export.user_side.layers import apply_linear, sum_of_product
+from export.user_side.pairs import products_of_rows
 from export.user_side.shapes import permuted
 from export.user_side.values import ITEMS, Part, Product, Value
 
@@ -42,7 +43,7 @@ def matmul(call: Call) -> Value | None:
         order = [*range(len(second.shape) - 2), len(second.shape) - 1, len(second.shape) - 2]
         columns = apply_linear(build, permuted(build, second, order), matrix, None)
         return permuted(build, columns, order)
-    return None
+    return products_of_rows(build, first, second)
 
 
 def total(call: Call) -> Value | None:

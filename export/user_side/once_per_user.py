@@ -18,7 +18,7 @@ from export.user_side.builder import Builder
 from export.user_side.call import Call
 from export.user_side.rules import rule_for
 from export.user_side.split_graph import split_graph
-from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Whole, is_value
+from export.user_side.values import ITEMS, Joined, Part, Product, Reordered, Shape, Sum, Whole, is_value
 
 _ATEN = torch.ops.aten
 # Their rows are numbered: a row for each item is not the row of the user again.
@@ -163,6 +163,8 @@ class _Rewriting:
             expression = node.meta["val"].node.expr
             if expression.free_symbols <= {self._samples}:
                 return int(expression.subs(self._samples, 1))
+        if (known := self._known_indices(node)) is not None:
+            return known
         if self._is_per_user(node):
             self._per_user += isinstance(node.meta.get("val"), Tensor)
             return self._copied_entry(node, self._copy(node, self.user_node), per_user=True)
@@ -175,6 +177,25 @@ class _Rewriting:
                 return entry
         return self._copied_entry(node, self.items_copy(node), per_user=False)
 
+    def _known_indices(self, node: fx.Node) -> Part | list[Part] | None:
+        """The integers that a node makes of constants, such as indices. None: it makes something else."""
+        value: Any = node.meta.get("val")
+        is_list = isinstance(value, list | tuple)
+        made: Any = value if is_list else [value]
+        if any(not isinstance(tensor, Tensor) or tensor.dtype is not torch.int64 for tensor in made):
+            return None
+        tensors: dict[fx.Node, Tensor] = {}
+        for source in node.all_input_nodes:
+            entry = self._entries[source]
+            if not isinstance(entry, Part) or (tensor := self.build.known_tensor(entry)) is None:
+                return None
+            tensors[source] = tensor
+        target: Any = node.target
+        result = target(*fx.map_arg(node.args, tensors.get), **fx.map_arg(node.kwargs, tensors.get))
+        if is_list:
+            return [self.build.constant_part(tensor) for tensor in result]
+        return self.build.constant_part(result)
+
     def _is_per_user(self, node: fx.Node) -> bool:
         """Whether no item reaches a node."""
         return all(
@@ -185,6 +206,8 @@ class _Rewriting:
         """Whether a value has a tensor of the user."""
         if isinstance(entry, Joined):
             return any(map(self._has_user, entry.parts))
+        if isinstance(entry, Reordered):
+            return self._has_user(entry.source)
         if isinstance(entry, Sum):
             return any(self._has_user(term) for _, term in entry.terms)
         if isinstance(entry, Product):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from export.user_side import arithmetic, matrices, shapes
+from export.user_side import arithmetic, indices, matrices, shapes
 from export.user_side.call import Rule
 
 
@@ -39,6 +39,8 @@ _RULES: Mapping[str, Rule] = {
     "aten.repeat.default": shapes.expand,
     "aten.cat.default": shapes.cat,
     "aten.stack.default": shapes.stack,
+    "aten.index.Tensor": indices.index,
+    "aten.index_select.default": indices.index_select,
     "aten.linear.default": matrices.linear,
     "aten.addmm.default": matrices.addmm,
     "aten.matmul.default": matrices.matmul,

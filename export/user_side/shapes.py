@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -9,7 +10,20 @@ from torch import fx
 
 from export.user_side.builder import Builder
 from export.user_side.call import Call
-from export.user_side.values import ITEMS, Joined, Part, Product, Shape, Sum, Value, Widened, changed, is_value
+from export.user_side.indices import numbers_at
+from export.user_side.values import (
+    ITEMS,
+    Joined,
+    Part,
+    Product,
+    Reordered,
+    Shape,
+    Sum,
+    Value,
+    Widened,
+    changed,
+    is_value,
+)
 
 _ATEN = torch.ops.aten
 
@@ -18,6 +32,8 @@ def raised_value(build: Builder, value: Value, shape: Shape) -> Value:
     """A value of another shape, to which its own broadcasts."""
     if isinstance(value, Part):
         return build.raised(value, shape)
+    if isinstance(value, Reordered):
+        return build.raised(build.part_of(value), shape)
     return value if value.shape == shape else build.raised(build.part_of(value), shape)
 
 
@@ -39,6 +55,10 @@ def cut_value(build: Builder, value: Value, dim: int, start: int, width: int) ->
                 parts.append(cut_value(build, part, dim, first, last - first))
             start -= part_width
         return parts[0] if len(parts) == 1 else Joined(tuple(parts), dim, shape)
+    if isinstance(value, Reordered):
+        if value.dim == dim:
+            return Reordered(value.source, dim, value.order[start : start + width], shape)
+        return Reordered(cut_value(build, value.source, dim, start, width), value.dim, value.order, shape)
     if isinstance(value, Widened):
         if dim == len(value.shape) - 1:
             return Widened(value.source, build.cut(value.weight, 0, start, width), shape)
@@ -48,12 +68,12 @@ def cut_value(build: Builder, value: Value, dim: int, start: int, width: int) ->
         for sign, term in value.terms:
             raised = build.raised(term, value.shape) if isinstance(term, Part) else term
             cut = cut_value(build, raised, dim, start, width)
-            assert not isinstance(cut, Joined | Sum)  # noqa: S101
+            assert not isinstance(cut, Joined | Sum | Reordered)  # noqa: S101
             cut_terms.append((sign, cut))
         return Sum(tuple(cut_terms), shape)
     other = cut_value(build, raised_value(build, value.other, value.shape), dim, start, width)
     factor = build.cut(build.raised(value.factor, value.shape), dim, start, width)
-    assert not isinstance(other, Joined | Product)  # noqa: S101
+    assert not isinstance(other, Joined | Product | Reordered)  # noqa: S101
     return Product(factor, other, shape)
 
 
@@ -216,8 +236,14 @@ def permuted(build: Builder, value: Value, order: Sequence[int]) -> Value:
     shape = tuple(value.shape[dim] for dim in order)
     if isinstance(value, Joined):
         return Joined(tuple(permuted(build, part, order) for part in value.parts), order.index(value.dim), shape)
+    if isinstance(value, Reordered):
+        return Reordered(permuted(build, value.source, order), order.index(value.dim), value.order, shape)
     part = build.part_of(value)
-    node = build.call(_ATEN.permute, part.node, [*order])
+    node: Any = part.node
+    if node.target is _ATEN.permute and [node.args[1][dim] for dim in order] == [*range(len(order))]:
+        node = node.args[0]  # the same numbers in their first order
+    else:
+        node = build.call(_ATEN.permute, node, [*order])
     return Part(node, tuple(part.size[dim] for dim in order), shape, part.per_user)
 
 
@@ -239,6 +265,8 @@ def view(call: Call) -> Value | None:
     value = call.value(0)
     if value is None or value.shape[0] != ITEMS or call.shape[0] != ITEMS:
         return None
+    if _has_blocks(value) and call.shape == (ITEMS, math.prod(value.shape[1:])):
+        return numbers_at(call.build, value, 1, [*product(*map(range, value.shape[1:]))])
     if isinstance(value, Joined):
         return _view_of_joined(call.build, value, call.shape)
     part = call.build.part_of(value)
@@ -247,6 +275,13 @@ def view(call: Call) -> Value | None:
         part = call.build.expanded(part, (part.size[0], *part.shape[1:]))
         size = part.size
     return call.build.reshaped(part, (part.size[0], *call.shape[1:]), call.shape) if size else None
+
+
+def _has_blocks(value: Value) -> bool:
+    """Whether a value is side by side along two dimensions."""
+    while isinstance(value, Reordered):
+        value = value.source
+    return isinstance(value, Joined) and any(isinstance(part, Joined) for part in value.parts)
 
 
 def _view_of_joined(build: Builder, value: Joined, shape: Shape) -> Value | None:

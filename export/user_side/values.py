@@ -83,8 +83,25 @@ class Widened:
     per_user: bool = False
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Reordered:
+    """Indices of a value along a dimension, which is not that of the items, in any order.
+
+    Attributes:
+        source: the value.
+        dim: the dimension.
+        order: an index of `source` for each index; indices may be left out, and may be repeated.
+    """
+
+    source: "Value"
+    dim: int
+    order: tuple[int, ...]
+    shape: Shape
+    per_user: bool = False
+
+
 Term = Part | Product | Widened
-Value = Part | Joined | Sum | Product | Widened
+Value = Part | Joined | Sum | Product | Widened | Reordered
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +120,7 @@ class Whole:
 
 def is_value(entry: object) -> TypeGuard[Value]:
     """Whether it is a value."""
-    return isinstance(entry, Part | Joined | Sum | Product | Widened)
+    return isinstance(entry, Part | Joined | Sum | Product | Widened | Reordered)
 
 
 def changed(size: Shape, dim: int, width: int) -> Shape:

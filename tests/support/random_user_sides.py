@@ -158,6 +158,26 @@ class Fields(Block):
         return answer
 
 
+class Interaction(Block):
+    """DLRM's products of pairs of features (arXiv 1906.00091), among them events of a history."""
+
+    def __init__(self, width: int, random: np.random.Generator) -> None:
+        super().__init__(width, random)
+        rows = 4 + self.choice % 3
+        self.pairs = torch.triu_indices(rows, rows, self.choice % 2)
+        self.over = nn.Linear(width + self.pairs.shape[1], width)
+
+    def forward(self, x: Inputs) -> Tensor:
+        features = torch.stack([x.a, self.first(x.b), x.c, torch.relu(x.b)], dim=1)
+        features = torch.cat([x.history[:, : self.choice % 3], features], dim=1)
+        products = torch.bmm(features, torch.transpose(features, 1, 2))
+        if self.choice % 5 == 0:
+            products = products.softmax(dim=2)
+        pairs = products[:, self.pairs[0], self.pairs[1]]
+        answer: Tensor = self.over(torch.cat([x.c, pairs], dim=1)).tanh()
+        return answer
+
+
 class Halves(Block):
     def forward(self, x: Inputs) -> Tensor:
         one, other = torch.cat([x.a, x.b], dim=1).chunk(2, dim=1)
@@ -181,7 +201,8 @@ class Residual(Block):
 
 
 BLOCKS: tuple[type[Block], ...] = (
-    Tower, Cross, Gate, Norm, Attention, Scaled, Heads, Recurrent, Fields, Halves, Dots, Residual
+    Tower, Cross, Gate, Norm, Attention, Scaled, Heads, Recurrent, Fields, Halves, Dots, Residual,
+    Interaction,
 )  # fmt: skip
 
 
