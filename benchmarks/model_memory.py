@@ -9,7 +9,7 @@ from serving.engine import Engine
 from serving.server import Server
 from serving.tables.pages import huge_bytes_of
 
-_LOOKS_S = 2.0
+_CHECK_PERIOD_S = 2.0
 _MOST_LOOKS = 60
 
 
@@ -39,7 +39,7 @@ def settle(server: Server) -> None:
         if now == before:
             return
         before = now
-        time.sleep(_LOOKS_S)
+        time.sleep(_CHECK_PERIOD_S)
 
 
 def _processes(server: Server) -> list[psutil.Process]:

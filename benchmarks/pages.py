@@ -25,7 +25,7 @@ from export.trained.tables import collect_tables
 from serving.bench.requests import Distribution, random_requests
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
-from serving.tables.memory_budget import memory_here
+from serving.tables.memory_budget import memory_limit
 
 DIM = 128
 # Of the rows of DLRM-v2's largest tables; with it both files are 12 GB.
@@ -38,7 +38,7 @@ REPEATS = 5
 
 def run(folder: Path) -> Iterator[Result]:
     """The same requests to both files, call by call."""
-    if memory_here() < NEEDED_BYTES * 1.2 or shutil.disk_usage(folder.parent).free < NEEDED_BYTES:
+    if memory_limit() < NEEDED_BYTES * 1.2 or shutil.disk_usage(folder.parent).free < NEEDED_BYTES:
         note = f"{NEEDED_BYTES:,} bytes of memory and of disk are needed"
         yield Result("pages_absent", 1, unit="", note=note)
         return

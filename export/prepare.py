@@ -28,7 +28,7 @@ from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DensePart
-from serving.bundle.segments import name_twice
+from serving.bundle.segments import repeated_name
 from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table
 from serving.errors import ConfigurationError
@@ -94,7 +94,7 @@ def describe(
         files={},
         id_dtype=config.id_dtype,
     )
-    if config.sharding.hosts_as_models and (wrong := name_twice(manifest)) is not None:
+    if config.sharding.hosts_as_models and (wrong := repeated_name(manifest)) is not None:
         raise ModelError(f"{wrong}: rename one, or have them on different hosts")
     return manifest
 

@@ -45,9 +45,11 @@ def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) ->
     Raises:
         ConfigurationError: the value has a wrong type. The message names the argument, or the entry of a mapping.
     """
-    for where, found, expected in _misfits(name, value, kind):
+    for where, found, expected in _wrong_parts(name, value, kind):
         member = None if secret else _member(expected, found)
-        raise ConfigurationError(f"{where}: expected {member or _words(expected)}, got {_came(found, secret)}")
+        raise ConfigurationError(
+            f"{where}: expected {member or _type_text(expected)}, got {_value_text(found, secret)}"
+        )
 
 
 @cache
@@ -55,13 +57,13 @@ def _kinds(config: Any) -> dict[str, Any]:
     return get_type_hints(config)
 
 
-def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+def _wrong_parts(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
     """The parts of `value` with wrong types: the name of the part, the part itself, and its expected type."""
     if isinstance(value, Mapping) and _is_of_mappings(kind):
         of_key, of_value = get_args(kind)
         for key, each in value.items():
-            yield from _misfits(f"{where} {key!r}", key, of_key)
-            yield from _misfits(f"{where} {key!r}", each, of_value)
+            yield from _wrong_parts(f"{where} {key!r}", key, of_key)
+            yield from _wrong_parts(f"{where} {key!r}", each, of_value)
     elif not _fits(value, kind):
         yield where, value, kind
 
@@ -77,7 +79,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Callable:
         return callable(value)
     if _is_of_mappings(kind):
-        return isinstance(value, origin) and not any(_misfits("", value, kind))
+        return isinstance(value, origin) and not any(_wrong_parts("", value, kind))
     # A string is a sequence of strings, but is never meant as one.
     return isinstance(value, origin) and not isinstance(value, str) and all(_fits(item, parts[0]) for item in value)
 
@@ -86,7 +88,7 @@ def _is_of_mappings(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
 
-def _came(value: Any, secret: bool) -> str:
+def _value_text(value: Any, secret: bool) -> str:
     """A value for a message, with its type if the text does not show it: numpy's 2 looks like Python's."""
     kind, shown = type(value), reprlib.repr(value)
     if secret:
@@ -94,7 +96,7 @@ def _came(value: Any, secret: bool) -> str:
     return shown if kind.__module__ == "builtins" or kind.__name__ in shown else f"{kind.__name__} {shown}"
 
 
-def _words(kind: Any) -> str:
+def _type_text(kind: Any) -> str:
     """The text of a type, such as `int | None` or `Mapping[str, WeightDtype]`."""
     return re.sub(r"\w+\.", "", inspect.formatannotation(kind))
 

@@ -17,15 +17,15 @@ from urllib.parse import quote
 
 from serving.bundle.lineage import (
     Step,
-    are_squashed,
     delta_path,
     files_in,
     files_of,
     lineage_of,
     needed_files,
-    owner_of,
     reached,
+    squashed_names,
     step_of,
+    step_of_file,
     steps_in,
 )
 from serving.bundle.load import open_bundle, versions
@@ -108,7 +108,7 @@ class DeltaStore(Store):
             stored = self._listed(model, lineage, after)
             needed = {*stored} if all_files else {*needed_files(stored, after)}
             new = sorted(name for name in needed if local.get(name) != stored[name])
-            removed = local.keys() - stored.keys() - are_squashed(local, stored)
+            removed = local.keys() - stored.keys() - squashed_names(local, stored)
             changed = {name for name in local.keys() & stored.keys() if local[name] != stored[name]}
             for name in removed | (changed - {*new}):
                 (folder / name).unlink(missing_ok=True)
@@ -297,7 +297,7 @@ def _lineage(version: Path) -> tuple[str, int]:
 
 def _is_after(name: str, after: int) -> bool:
     """Whether a file is a delta after a number, or the signature of one."""
-    step = owner_of(name)
+    step = step_of_file(name)
     return step is not None and step.sequence > after
 
 

@@ -86,20 +86,20 @@ def json_tree(text: bytes) -> Any:
     """
     # int() would refuse 5,000 digits. The numbers of this tree are not used.
     tree = json.loads(text.decode(), object_pairs_hook=_Object, parse_int=float)
-    for path in _keys_twice(tree, "$"):
+    for path in _repeated_keys(tree, "$"):
         raise ValueError(f"expected each key once, got `{path}` twice")
     return tree
 
 
-def _keys_twice(node: Any, path: str) -> Iterator[str]:
+def _repeated_keys(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, _Object):
         if node.twice is not None:
             yield f"{path}.{node.twice}"
         for key, child in node.items():
-            yield from _keys_twice(child, f"{path}.{key}")
+            yield from _repeated_keys(child, f"{path}.{key}")
     elif isinstance(node, list):
         for number, child in enumerate(node):
-            yield from _keys_twice(child, f"{path}[{number}]")
+            yield from _repeated_keys(child, f"{path}[{number}]")
 
 
 def is_utf8(text: str) -> bool:

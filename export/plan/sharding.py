@@ -17,7 +17,7 @@ from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.captured import CapturedRequest, read_captured
 from serving.requests.layout import lengths_by_key
 from serving.requests.types import Lengths
-from serving.tables.memory_budget import memory_here
+from serving.tables.memory_budget import memory_limit
 
 # The average of a feature that no captured request asks for.
 _UNKNOWN = 1.0
@@ -112,7 +112,7 @@ class Sharding:
     ranks: int = _between(1, 10_000, default=1)
     ranks_per_host: int | None = _between(1, 10_000, default=None)
     memory_bytes: int | None = _between(1, MOST_BYTES, default=None)
-    machine_bytes: int = _between(1, MOST_BYTES, default_factory=memory_here)
+    machine_bytes: int = _between(1, MOST_BYTES, default_factory=memory_limit)
     types: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     pooling_factors: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
     traffic: Path | str | None = None

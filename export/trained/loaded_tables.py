@@ -12,7 +12,7 @@ from export.trained.model_weights import replace_tensor
 from export.trained.module_paths import dotted
 from export.trained.tables import Trained, TrainedTable
 from export.trained.wrapped_collections import inner_of
-from serving.tables.memory_budget import memory_here
+from serving.tables.memory_budget import memory_limit
 
 _MEMORY = Path("/proc/meminfo")
 
@@ -24,7 +24,7 @@ def default_most_bytes() -> int:
     """
     lines = _MEMORY.read_text().splitlines() if _MEMORY.exists() else []  # on Linux only
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return min(memory_here(), *free) // 2
+    return min(memory_limit(), *free) // 2
 
 
 def load_tables(

@@ -140,9 +140,9 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     def says(event: str) -> Callable[[str], None]:
         return about_model(pb_utils.Logger.log_info, event, args["model_name"], args["model_version"])
 
-    _say_lookup_program(engine.lookup_program, says("lookup_program"), warns("lookup_program"))
+    _log_lookup_program(engine.lookup_program, says("lookup_program"), warns("lookup_program"))
     if engine.dense_part is not None:
-        _say_dense_part(engine.dense_part, says("dense_part"), warns("dense_part"))
+        _log_dense_part(engine.dense_part, says("dense_part"), warns("dense_part"))
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
@@ -196,7 +196,7 @@ def _lookup_metrics(
     )
 
 
-def _say_lookup_program(loaded: LoadedProgram, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def _log_lookup_program(loaded: LoadedProgram, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Say how rows are looked up, and why `program.pt` is not used."""
     if loaded.failure is not None:
         warn(loaded.failure)
@@ -204,7 +204,7 @@ def _say_lookup_program(loaded: LoadedProgram, say: Callable[[str], None], warn:
     say(f"rows are looked up by {source}, {loaded.form.value}")
 
 
-def _say_dense_part(dense_part: LoadedDensePart, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def _log_dense_part(dense_part: LoadedDensePart, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
     """Log which file makes scores, and which faster ones could not be loaded."""
     for failure in dense_part.failures:
         warn(failure)

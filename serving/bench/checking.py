@@ -42,7 +42,7 @@ class Checker:
         self._schema = schema_of(bundle.manifest, None)  # nothing is looked up, so ids need no maps
         self._dense: DenseProgram | None = None  # opened when scores are compared: it imports torch
 
-    def what_is_wrong(self, request: Prepared, answer: bytes) -> list[str]:
+    def differences_of(self, request: Prepared, answer: bytes) -> list[str]:
         """The differences between an answer and the bundle, a line each; empty if the answer is right.
 
         Args:
@@ -74,7 +74,7 @@ class Checker:
             f"feature {name!r}: an answer is off by {error:.3g}"
             for name, error in expected.misses(expected.by_feature(outputs))
         ]
-        return [*misses, *self._missed_scores(expected, tensors, request.samples, outputs)]
+        return [*misses, *self._score_differences(expected, tensors, request.samples, outputs)]
 
     def _rows_of(self, part: DensePart, request: Prepared) -> dict[str | None, int]:
         """The number of rows of outputs: by key if there is a row for each id; under None, one for each sample."""
@@ -95,7 +95,7 @@ class Checker:
             self._dense = DenseProgram(self._bundle, schema)
         return self._dense
 
-    def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
+    def _score_differences(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
         """A line for each output whose scores are further off than rounding explains."""
         schema, manifest = self._schema, self._bundle.manifest
         # If a sum may have left the range of its dtype, the input of the dense part is unknown.

@@ -179,7 +179,7 @@ class _Generator:
             if self._right.get(id(request)) == answer:
                 continue
             assert self._checker is not None  # noqa: S101  without it `checked` is empty
-            if wrong := self._checker.what_is_wrong(request, answer):
+            if wrong := self._checker.differences_of(request, answer):
                 repeat.wrong.append(wrong[0])
             else:
                 self._right[id(request)] = answer

@@ -104,7 +104,7 @@ def step_of(name: str) -> Step | None:
     return step if step.is_squashed else None
 
 
-def owner_of(name: str) -> Step | None:
+def step_of_file(name: str) -> Step | None:
     """The step of the delta whose file or signature has this name, or None if neither has."""
     signature = _SIGNATURE.fullmatch(name)
     return step_of(name if signature is None else f"{signature[1]}.safetensors")
@@ -113,7 +113,7 @@ def owner_of(name: str) -> Step | None:
 def files_of(names: Iterable[str], steps: Collection[Step]) -> list[str]:
     """The names of the files of some deltas, then the names of their signatures."""
     distinct = {*steps}
-    return sorted((name for name in names if owner_of(name) in distinct), key=lambda name: name.endswith(".sig"))
+    return sorted((name for name in names if step_of_file(name) in distinct), key=lambda name: name.endswith(".sig"))
 
 
 def steps_in(folder: Path) -> list[Step]:
@@ -154,10 +154,10 @@ def reached(steps: Iterable[Step], applied: int) -> int:
     return applied
 
 
-def are_squashed(names: Iterable[str], existing: Iterable[str]) -> set[str]:
+def squashed_names(names: Iterable[str], existing: Iterable[str]) -> set[str]:
     """The names of files whose deltas are part of a squashed delta among `existing`."""
     squashed = [step for name in existing if ".since-" in name and (step := step_of(name)) is not None]
-    owners = ((name, owner_of(name)) for name in names)
+    owners = ((name, step_of_file(name)) for name in names)
     return {
         name
         for name, step in owners

@@ -195,7 +195,7 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
         BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
     """
     file = path / MANIFEST
-    text = _read_anybodys(file) if trusted is None else trusted.read_version(file)
+    text = _read_untrusted(file) if trusted is None else trusted.read_version(file)
     manifest = parse_manifest(file, text)
     for name, digest in manifest.files.items():
         is_mapped = name in manifest.mapped_files
@@ -225,7 +225,7 @@ def open_host(router: Bundle, host: HostBundle, trusted: "TrustedKeys | None" = 
     return bundle
 
 
-def _read_anybodys(manifest: Path) -> bytes:
+def _read_untrusted(manifest: Path) -> bytes:
     try:
         return read_file(manifest)
     except OSError as error:

@@ -18,7 +18,7 @@ from serving.bundle.manifest import (
     Capability,
     Manifest,
 )
-from serving.bundle.parse_dense_part import in_dense_part
+from serving.bundle.parse_dense_part import dense_part_errors
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, host_model, tiling_error
 from serving.bundle.scores import SCORES_FILES
 from serving.bundle.tables import IdPolicy, is_name
@@ -53,7 +53,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     """
     try:
         document = msgspec.json.decode(text, type=dict[str, Any])
-        requires = _taken_header(path, document)
+        requires = _pop_header(path, document)
         manifest = msgspec.convert(document, Manifest)
         keys = json_tree(text)
     except (ValueError, *UNREADABLE) as error:
@@ -66,7 +66,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
-def _taken_header(path: Path, document: dict[str, Any]) -> list[str]:
+def _pop_header(path: Path, document: dict[str, Any]) -> list[str]:
     """Take `format_version` and `requires` out of a manifest, before its other keys are checked.
 
     Later formats and unknown capabilities may have other keys that this release does not know.
@@ -118,21 +118,21 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that contradicts itself, so that later code can index by every name in it."""
     # The order matters: a check relies on the checks before it.
     for contradictions in (
-        _in_tables,
-        _in_features,
-        in_dense_part,
-        _in_plan,
-        _in_hosts,
-        _in_files,
-        _in_shards,
-        _in_offsets,
-        _in_id_maps,
+        _table_errors,
+        _feature_errors,
+        dense_part_errors,
+        _plan_errors,
+        _host_errors,
+        _file_errors,
+        _shard_errors,
+        _offset_errors,
+        _id_map_errors,
     ):
         for contradiction in contradictions(manifest):
             raise BundleError(f"{path}: {contradiction}")
 
 
-def _in_tables(manifest: Manifest) -> Iterator[str]:
+def _table_errors(manifest: Manifest) -> Iterator[str]:
     yield from _twice("table", (table.name for table in manifest.tables))
     for table in manifest.tables:
         where = f"table {table.name!r}"
@@ -155,7 +155,7 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: pooling: expected SUM or MEAN of a weighted table, and in the bundle of a host, got NONE"
 
 
-def _in_features(manifest: Manifest) -> Iterator[str]:
+def _feature_errors(manifest: Manifest) -> Iterator[str]:
     if not manifest.features:
         yield "features: expected at least one"
     yield from _twice("feature", (feature.name for feature in manifest.features))
@@ -178,7 +178,7 @@ def _in_features(manifest: Manifest) -> Iterator[str]:
             yield f"feature {expected.name!r}: expected it beside the others of its key {expected.key!r}"
 
 
-def _in_plan(manifest: Manifest) -> Iterator[str]:
+def _plan_errors(manifest: Manifest) -> Iterator[str]:
     plan, tables = manifest.plan, {table.name for table in manifest.tables}
     if not plan.ranks:
         yield "plan: ranks: expected at least one"
@@ -192,7 +192,7 @@ def _in_plan(manifest: Manifest) -> Iterator[str]:
         yield f"plan: sharding: expected each table once, got {'no' if name in tables else 'another'} table {name!r}"
 
 
-def _in_hosts(manifest: Manifest) -> Iterator[str]:
+def _host_errors(manifest: Manifest) -> Iterator[str]:
     elsewhere = [rank.host for rank in manifest.plan.ranks if rank.weights_file is None]
     if [host.host for host in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
@@ -218,7 +218,7 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
         )
 
 
-def _in_files(manifest: Manifest) -> Iterator[str]:
+def _file_errors(manifest: Manifest) -> Iterator[str]:
     rank_of: dict[str, int] = {}
     for number, rank in enumerate(manifest.plan.ranks):
         name = rank.weights_file
@@ -239,7 +239,7 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
         yield f"files: expected each file of the bundle but its manifest and signature, got {difference} {name!r}"
 
 
-def _in_shards(manifest: Manifest) -> Iterator[str]:
+def _shard_errors(manifest: Manifest) -> Iterator[str]:
     plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
     for number, shard in enumerate(plan.shards):
         if shard.table not in tables:
@@ -251,7 +251,7 @@ def _in_shards(manifest: Manifest) -> Iterator[str]:
             yield f"table {name!r}: {wrong}"
 
 
-def _in_offsets(manifest: Manifest) -> Iterator[str]:
+def _offset_errors(manifest: Manifest) -> Iterator[str]:
     """Find shards that are misplaced in the weights files of their ranks."""
     plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
     last: dict[int, tuple[int, Shard]] = {}
@@ -271,7 +271,7 @@ def _in_offsets(manifest: Manifest) -> Iterator[str]:
         last[shard.rank] = (end, shard)
 
 
-def _in_id_maps(manifest: Manifest) -> Iterator[str]:
+def _id_map_errors(manifest: Manifest) -> Iterator[str]:
     """Find id maps that are misplaced in their file."""
     regions = [
         (region, table.name)

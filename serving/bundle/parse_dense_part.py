@@ -18,7 +18,7 @@ from serving.bundle.scores import (
 _MOST_SIZES = 30
 
 
-def in_dense_part(manifest: Manifest) -> Iterator[str]:
+def dense_part_errors(manifest: Manifest) -> Iterator[str]:
     """Find contradictions in the dense part, if the manifest has one. Tables and features were checked."""
     part = manifest.dense_part
     if part is None:
@@ -31,17 +31,17 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
         yield "dense_part: mixed_by: expected it where mixes_samples is true alone"
     yield from wrong_names([tensor.name for tensor in part.inputs], [output.name for output in part.outputs])
     for tensor in part.inputs:
-        yield from _in_shape(f"dense input {tensor.name!r}", tensor.shape)
+        yield from _shape_errors(f"dense input {tensor.name!r}", tensor.shape)
     for output in part.outputs:
-        yield from _in_shape(f"dense output {output.name!r}", output.shape)
+        yield from _shape_errors(f"dense output {output.name!r}", output.shape)
     for tensor in part.inputs:
         if tensor.rows is not None and (tensor.rows < 1 or not tensor.dtype.is_integer):
             yield f"dense input {tensor.name!r}: rows: expected a number > 0, of integers alone, got {tensor.rows}"
     yield from _by_id(manifest, part)
-    yield from _in_jagged(manifest, part)
-    yield from _in_lengths(manifest, part)
-    yield from _in_files(part)
-    yield from _in_user_side(manifest, part)
+    yield from _jagged_errors(manifest, part)
+    yield from _length_errors(manifest, part)
+    yield from _file_errors(part)
+    yield from _user_side_errors(manifest, part)
 
 
 def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
@@ -67,7 +67,7 @@ def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
             yield f"dense output {output.name!r}: expected a jagged input with a row for each id of {output.key!r}"
 
 
-def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
+def _jagged_errors(manifest: Manifest, part: DensePart) -> Iterator[str]:
     tables = zip(manifest.features, manifest.feature_tables, strict=True)
     names_of_kind = {
         JaggedKind.ROWS: {feature.name for feature, table in tables if table.is_sequence},
@@ -81,7 +81,7 @@ def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
             yield f"dense_part: jagged: {jagged.kind.value} of {jagged.name!r}: expected {what}, once"
 
 
-def _in_lengths(manifest: Manifest, part: DensePart) -> Iterator[str]:
+def _length_errors(manifest: Manifest, part: DensePart) -> Iterator[str]:
     """Find contradictions in the rules for the lengths of keys."""
     for key, length in part.fixed_lengths.items():
         if key not in manifest.keys or not 1 <= length < 2**31:
@@ -95,7 +95,7 @@ def _in_lengths(manifest: Manifest, part: DensePart) -> Iterator[str]:
         yield f"dense_part: together: expected groups of two keys or more, each key in one, got {part.together}"
 
 
-def _in_files(part: DensePart) -> Iterator[str]:
+def _file_errors(part: DensePart) -> Iterator[str]:
     names = [file.name for file in part.files]
     for file in part.files:
         is_free = file.name not in (USER_PROGRAM, ITEMS_PROGRAM) and names.count(file.name) == 1
@@ -114,7 +114,7 @@ def _in_files(part: DensePart) -> Iterator[str]:
         yield "dense_part: files: expected another format beside AOTINDUCTOR, for other processors"
 
 
-def _in_user_side(manifest: Manifest, part: DensePart) -> Iterator[str]:
+def _user_side_errors(manifest: Manifest, part: DensePart) -> Iterator[str]:
     side = part.user_side
     if side is None:
         return
@@ -127,7 +127,7 @@ def _in_user_side(manifest: Manifest, part: DensePart) -> Iterator[str]:
         yield "dense_part: user_side: expected it only with FP32 weights, and samples that do not mix"
 
 
-def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:
+def _shape_errors(where: str, shape: Sequence[int]) -> Iterator[str]:
     if any(size < 1 for size in shape):
         yield f"{where}: expected sizes > 0, got {list(shape)}"
     if len(shape) > _MOST_SIZES:

@@ -70,7 +70,7 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
     return by_rank
 
 
-def name_twice(manifest: Manifest) -> str | None:
+def repeated_name(manifest: Manifest) -> str | None:
     """A line about two segments or shards of a host that would get the same name, or None if all names differ."""
     for host, rank in manifest.plan.rank_of_host.items():
         features: dict[str, str] = {}

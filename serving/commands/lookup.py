@@ -80,7 +80,7 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
         InvalidRequest: the line is not a JSON object, or an object in it has a key twice.
     """
     try:
-        request: Any = json.loads(line.decode(), object_pairs_hook=_with_each_key_once)
+        request: Any = json.loads(line.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
@@ -88,7 +88,7 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
     return request
 
 
-def _with_each_key_once(items: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Python would take the last of several values of a key."""
     values = dict(items)
     if len(values) < len(items):

@@ -162,7 +162,7 @@ class HostCaller:
                 call.read_by(readers)
             elif self.host.connection.has_other_servers:
                 self.pending.discard(call)
-                call.hurry()
+                call.ask_other_replica()
 
 
 class HostCall:
@@ -227,7 +227,7 @@ class HostCall:
         except BaseException as error:
             response.set_exception(error)
 
-    def hurry(self) -> None:
+    def ask_other_replica(self) -> None:
         """Ask another replica, because the answer is late. The first answer counts. Called on the event loop."""
         self.caller.host.counts.add(timeouts=1)
         self._elsewhere = self._ask_elsewhere()

@@ -14,7 +14,7 @@ LAST_ANSWERS_S = 3.0
 
 # In seconds: the pause between two checks of the certificate files, and before a failed renewal is tried again; the
 # time for connections that began before the handover to reach their process; and for that process to accept them.
-_LOOKS_S, _AGAIN_S, _REACHED_S, _ACCEPTED_S = 2.0, 60.0, 2.0, 30.0
+_CHECK_PERIOD_S, _AGAIN_S, _REACHED_S, _ACCEPTED_S = 2.0, 60.0, 2.0, 30.0
 _MISFITS = 5  # checks with a certificate and key that do not match before this is logged
 _FAILED = "cannot switch to the renewed certificates, and keeps the previous ones"
 
@@ -31,7 +31,7 @@ class CertificateRenewal:
         self._next_look = 0.0
         # The digest of the files at the last look, and of the files that the log has reported as unusable.
         self._last_digest, self._refused = server.loaded_digest, b"-"
-        self._misfits = 0
+        self._wrong_parts = 0
         self._second: tuple[Server, ModelWatcher, Served] | None = None
         self._before: Server | None = None
         self._ending: threading.Thread | None = None
@@ -48,7 +48,7 @@ class CertificateRenewal:
         elif self._second is not None:
             return self._step_second(*self._second, watcher)
         elif now >= self._next_look and watcher.has_loaded:
-            self._next_look = now + _LOOKS_S
+            self._next_look = now + _CHECK_PERIOD_S
             if self._is_due():
                 self._server.log.info(
                     "certificates were renewed: starting another tritonserver", extra={"event": "renewing"}
@@ -94,7 +94,7 @@ class CertificateRenewal:
         """Whether files are there that were not read, that fit, and that have not changed since the last look."""
         before, self._last_digest = self._last_digest, self._server.digest()
         if self._last_digest != before:
-            self._misfits = 0
+            self._wrong_parts = 0
             return False
         if self._last_digest in (self._server.loaded_digest, self._refused):
             return False
@@ -103,13 +103,13 @@ class CertificateRenewal:
             problem = ""
         except ServingError as error:
             problem = str(error)
-        self._misfits += 1
-        if problem and self._misfits == _MISFITS:  # else the rest of them is still to come
-            self._say_failed(problem)
+        self._wrong_parts += 1
+        if problem and self._wrong_parts == _MISFITS:  # else the rest of them is still to come
+            self._log_failed_renewal(problem)
             self._refused = self._last_digest
         return not problem
 
-    def _say_failed(self, problem: object) -> None:
+    def _log_failed_renewal(self, problem: object) -> None:
         self._server.log.error(f"{_FAILED}: %s", problem, extra={"event": "renewal_failed"})
 
     def _step_second(self, second: Server, its: ModelWatcher, served: Served, watcher: ModelWatcher) -> ModelWatcher:
@@ -131,7 +131,7 @@ class CertificateRenewal:
                 self._server.log.info("serves with the renewed certificates", extra={"event": "renewed"})
                 return its
         if problem is not None:
-            self._say_failed(problem)
+            self._log_failed_renewal(problem)
             self._next_look = time.monotonic() + _AGAIN_S
             self.end()
         return watcher

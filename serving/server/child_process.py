@@ -31,7 +31,7 @@ _TCMALLOC_NAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
 _LIBRARIES = (f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64", "/usr/lib")
 
 # Longest wait for killed processes to end, and the pause between checks, in seconds.
-_KILLED_S, _LOOKS_S = 2.0, 0.01
+_KILLED_S, _CHECK_PERIOD_S = 2.0, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _await_group(group: int) -> None:
     """Wait until all processes of a killed group have ended. Zombies have: their parent has not read their status."""
     end = time.monotonic() + _KILLED_S
     while time.monotonic() < end and any(map(partial(_is_in, group), Path("/proc").glob("[0-9]*/stat"))):
-        time.sleep(_LOOKS_S)
+        time.sleep(_CHECK_PERIOD_S)
 
 
 def _is_in(group: int, stat: Path) -> bool:

@@ -25,17 +25,17 @@ from serving.tables.live_state import About, State
 from serving.tables.mutable_tables import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 
 # Seconds between checks of the copies and the delta writer.
-_LOOKS_S = 0.2
+_CHECK_PERIOD_S = 0.2
 # Seconds between two lists of a folder, which may have thousands of deltas.
-_LISTS_S = 1.0
+_LIST_PERIOD_S = 1.0
 # Seconds between checks of a store. A check sends a request for each lineage.
-_ASKS_S = 0.5
+_STORE_PERIOD_S = 0.5
 # Minimum seconds between two starts of the delta writer.
-_STARTS_S = 1.0
+_START_PERIOD_S = 1.0
 # One thread, because the delta writer multiplies no matrices.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Minimum seconds between two lines of the log with the newest applied delta of a copy.
-_SAYS_S = 10.0
+_LOG_PERIOD_S = 10.0
 # A number that is missing for this long, in seconds, is reported: deltas may be copied here in any order.
 _MISSING_S = 5.0
 
@@ -162,14 +162,14 @@ class DeltaService:
                         if isinstance(error, ServerUnavailable) and None not in times:
                             note_store_read(store.url, min(filter(None, times)))
                             failed.clear()
-                    said = self._say_unread(error, said)
+                    said = self._log_unread_store(error, said)
                 finally:
                     began.set()
-                ended.wait(_ASKS_S)
+                ended.wait(_STORE_PERIOD_S)
 
         threading.Thread(target=keep, name="deltas of the store", daemon=True).start()
         try:
-            while not began.wait(_LOOKS_S):  # signals are heard meanwhile, also while a store hangs
+            while not began.wait(_CHECK_PERIOD_S):  # signals are heard meanwhile, also while a store hangs
                 pass
             if failed:
                 raise failed[0]
@@ -209,7 +209,7 @@ class DeltaService:
             raise problems[0]
         return is_asked
 
-    def _say_unread(self, error: Exception, said: str) -> str:
+    def _log_unread_store(self, error: Exception, said: str) -> str:
         """Log why no delta can be fetched, once until the reason changes. Returns the reason."""
         if str(error) != said:
             self._log.warning("cannot pull deltas: %s", error, extra={"event": "pull_failed"})
@@ -217,7 +217,7 @@ class DeltaService:
 
     def _look(self, copies: Iterable[Path]) -> list[AppliedDeltas]:
         if time.monotonic() >= self._next_listing:
-            self._next_listing = time.monotonic() + _LISTS_S
+            self._next_listing = time.monotonic() + _LIST_PERIOD_S
             self._steps.clear()
         copies_applied = []
         for path in copies:
@@ -272,7 +272,7 @@ class DeltaService:
     def _keep(self) -> None:
         process: subprocess.Popen[bytes] | None = None
         next_start = 0.0
-        while not self._stopping.wait(_LOOKS_S):
+        while not self._stopping.wait(_CHECK_PERIOD_S):
             copies = live_copies(self._name)
             is_running = process is not None and process.poll() is None
             if not is_running and time.monotonic() >= next_start and copies:
@@ -282,10 +282,10 @@ class DeltaService:
                         process.returncode,
                         extra={"event": "delta_writer_died"},
                     )
-                next_start = time.monotonic() + _STARTS_S
+                next_start = time.monotonic() + _START_PERIOD_S
                 process = self._start()
             self.applied = self._look(copies)
-            self._say_changes()
+            self._log_changes()
         if process is not None:
             process.kill()
             process.wait()
@@ -303,7 +303,7 @@ class DeltaService:
         Output(cast(BinaryIO, process.stdout), self._log, "delta-writer")
         return process
 
-    def _say_changes(self) -> None:
+    def _log_changes(self) -> None:
         """Log once that a copy stopped or continues, and from time to time its newest applied delta."""
         for copy in self.applied:
             about = copy.about
@@ -319,5 +319,5 @@ class DeltaService:
                     self._log.info("%s: deltas are applied again", where, extra={"event": "deltas_go_on", **fields})
             said, next_at = self._said_applied.get(key, (None, 0.0))
             if copy.sequence != said and time.monotonic() >= next_at:
-                self._said_applied[key] = copy.sequence, time.monotonic() + _SAYS_S
+                self._said_applied[key] = copy.sequence, time.monotonic() + _LOG_PERIOD_S
                 self._log.info("%s", where, extra={"event": "deltas_applied", **fields})

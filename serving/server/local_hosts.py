@@ -23,7 +23,7 @@ from serving.server.private_folder import Trust
 from serving.server.run import run_server
 from serving.server.running_server import Server
 from serving.server.supervise import Supervisor
-from serving.server.versions import said_versions
+from serving.server.versions import configured_versions
 from serving.tables.memory_need import SHM_BYTES
 
 _FREE = Ports(grpc=0, http=0, operations=0)
@@ -180,7 +180,7 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
 
 def _bundles(model: Path, pinned: Sequence[int], keys: TrustedKeys | None) -> list[Bundle]:
     """The bundles of a model that are to be served."""
-    numbers = pinned or said_versions(read_config(model, keys), versions(model))
+    numbers = pinned or configured_versions(read_config(model, keys), versions(model))
     return [open_bundle(model / str(version), keys) for version in numbers]
 
 

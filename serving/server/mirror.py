@@ -17,7 +17,7 @@ from serving.errors import BundleError, ConfigurationError, ServerUnavailable, S
 from serving.files import is_url, read_file, replacing
 from serving.model.config_file import CONFIG, Pins, read_config
 from serving.server.health_state import HealthState
-from serving.server.versions import said_versions
+from serving.server.versions import configured_versions
 from serving.store import Progress, Store, versions_in
 
 
@@ -105,7 +105,9 @@ class Mirror:
         if model in self._pins:
             return self._pins[model]
         release = self._store.release(model) if self._follow else None
-        return said_versions(read_config(self.repository / model), stored) if release is None else release.versions
+        return (
+            configured_versions(read_config(self.repository / model), stored) if release is None else release.versions
+        )
 
     def _remove_others(self, stored: Pins) -> bool:
         """Remove the versions and models that the store no longer has, unless a server has them open.

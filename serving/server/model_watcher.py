@@ -85,7 +85,7 @@ class ModelWatcher:
             if is_empty:
                 self._load_all()
             if self._present is not None:
-                self._succeed(self._present)
+                self._take_over_models(self._present)
                 if self._ended.is_set():
                     return
             self.has_loaded = True
@@ -106,7 +106,7 @@ class ModelWatcher:
                 if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
                     self._load(model, since)
 
-    def _succeed(self, present: Server) -> None:
+    def _take_over_models(self, present: Server) -> None:
         """Load the models of the present server, and wait until this server has replaced it. Other loads wait."""
         before, control = present.control(_ASK_TIMEOUT_S), self._server.control(_LOAD_TIMEOUT_S)
         with loading(before, alone=True):
@@ -137,10 +137,10 @@ class ModelWatcher:
         try:
             before = {**self._served.versions}
             self._served.update(control.index(), control)
-            self._note_switches(before)
+            self._log_switches(before)
             answered = control.answered()
         except ServingError as error:  # the server has just ended, is busy, or refuses us
-            self._complain(error)
+            self._report_silence(error)
             return
         self._last_seen, self._has_complained = time.monotonic(), False
         self._server.health.server_problem = None
@@ -156,7 +156,7 @@ class ModelWatcher:
                     stub.kill()
             self._replace(model, hung[model])
 
-    def _note_switches(self, before: Mapping[str, Sequence[int]]) -> None:
+    def _log_switches(self, before: Mapping[str, Sequence[int]]) -> None:
         """Log the models whose served versions have changed: by `tbe-serve load`, a release, or recovery."""
         now = self._served.versions
         for model in sorted(before.keys() | now.keys()):
@@ -170,7 +170,7 @@ class ModelWatcher:
                     extra={"event": "switched", **self._about(model)},
                 )
 
-    def _complain(self, error: ServingError) -> None:
+    def _report_silence(self, error: ServingError) -> None:
         silent_s = time.monotonic() - self._last_seen
         if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
@@ -247,7 +247,7 @@ class ModelWatcher:
         for pause_s in (*_PAUSES_S, None):
             loaded = threading.Event()
             if OURS in served.configs[model]["parameters"]:  # others may begin late, or have no process
-                watch = threading.Thread(target=self._notice_stuck, args=(model, loaded), daemon=True)
+                watch = threading.Thread(target=self._watch_for_process, args=(model, loaded), daemon=True)
                 watch.start()
             try:
                 control.recover(model, served.configs[model], served.versions[model], served.since)
@@ -267,7 +267,7 @@ class ModelWatcher:
             finally:
                 loaded.set()
 
-    def _notice_stuck(self, model: str, loaded: threading.Event) -> None:
+    def _watch_for_process(self, model: str, loaded: threading.Event) -> None:
         """Report tritonserver as lost if a model that is being loaded has no new process for `_STUCK_S`."""
         before = {stub.process.pid for stub in living_stubs(self._child.process.pid)}
         last_seen = time.monotonic()

@@ -138,8 +138,8 @@ class _Followed:
         self._unload_at: float | None = None
         self._try_at, self._pause_s = 0.0, _PERIOD_S
         self._tell = tell
-        self._say_of_file = _Once(partial(tell, logging.WARNING, "release_refused", file.model))
-        self._say_of_loading = _Once(partial(tell, logging.ERROR, "release_failed", file.model))
+        self._say_of_file = _LogOnce(partial(tell, logging.WARNING, "release_refused", file.model))
+        self._say_of_loading = _LogOnce(partial(tell, logging.ERROR, "release_failed", file.model))
 
     @property
     def problem(self) -> str | None:
@@ -215,7 +215,7 @@ class _Followed:
         self._unload_at = None
 
 
-class _Once:
+class _LogOnce:
     """Logs a problem once until it changes or is solved (None). `said` is the current problem."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

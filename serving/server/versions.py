@@ -99,7 +99,7 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> N
     if OURS not in config.parameters:
         return
     settings, there = settings_of(config), versions(model)
-    for version in requested or said_versions(config, there):
+    for version in requested or configured_versions(config, there):
         if version in there:
             manifest = open_bundle(model / str(version)).manifest
             if manifest.hosts:
@@ -110,7 +110,7 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> N
     check_capture(settings, model.name)
 
 
-def said_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
+def configured_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
     """The existing versions that config.pbtxt names, oldest first."""
     policy = config.version_policy
     if policy.WhichOneof("policy_choice") == "specific":

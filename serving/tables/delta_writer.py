@@ -1,9 +1,9 @@
 """The delta writer: the process that writes deltas to the live copies of a server. `tbe-serve run` starts it.
 
 Lookups wait while a row is half written, so the writer is a separate process, in which nothing waits for Python's
-lock or for another thread. It reads the folders of deltas every `_LOOKS_S`, checks a whole delta, and writes its rows
-in slices of at most `_SLICE_S`. It sleeps between slices, so that lookups wait for about 1 % of the time; longer if a
-delta is large or a copy lacks many deltas.
+lock or for another thread. It reads the folders of deltas every `_CHECK_PERIOD_S`, checks a whole delta, and writes
+its rows in slices of at most `_SLICE_S`. It sleeps between slices, so that lookups wait for about 1 % of the time;
+longer if a delta is large or a copy lacks many deltas.
 
 The writer waits for a missing number. It stops at a delta that cannot be read, has no signature by a trusted key, or
 does not fit, until the delta is replaced. The model keeps serving. If several deltas are squashed into one file, the
@@ -29,10 +29,10 @@ from serving.files import read_file
 from serving.tables.mutable_tables import LiveCopy, live_copies, shard_rows
 
 # Seconds between checks of the folders.
-_LOOKS_S = 0.2
+_CHECK_PERIOD_S = 0.2
 # Seconds between lists of a folder, which may have thousands of deltas. Only squashed deltas need a list: the next
 # delta is found by its name.
-_LISTS_S = 1.0
+_LIST_PERIOD_S = 1.0
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
 # The share of the time in which rows are written, within these bounds: as much as writes a delta within _WITHIN_S.
@@ -61,7 +61,7 @@ def main(server: str) -> None:
     while os.getppid() == parent:
         now = time.monotonic()
         if now >= next_look:
-            next_look = now + _LOOKS_S
+            next_look = now + _CHECK_PERIOD_S
             _look(server, copies)
         for copy in copies.values():
             if time.monotonic() >= copy.next_at:
@@ -147,7 +147,7 @@ class AppliedCopy:
             return
         is_applied = self._slices is not None
         self._slices = None
-        self.next_at = time.monotonic() + (0.0 if is_applied else _LOOKS_S)
+        self.next_at = time.monotonic() + (0.0 if is_applied else _CHECK_PERIOD_S)
 
     def _share(self) -> float:
         if not self._state.is_caught_up:
@@ -218,7 +218,7 @@ class AppliedCopy:
                 raise BundleError(f"{path}: was applied in part, and was removed or replaced since: {_START_AGAIN}")
             return step
         if time.monotonic() >= self._lists_at:
-            self._lists_at = time.monotonic() + _LISTS_S
+            self._lists_at = time.monotonic() + _LIST_PERIOD_S
             self._squashed = squashed_in(self._folder)
         return next_step(self._squashed, applied)
 

@@ -34,7 +34,7 @@ _IS_ORDERED = platform.machine() == "x86_64"
 _TRIES = 2
 # Longest wait, in seconds, for a writer that was killed while it wrote.
 _PATIENCE_S = 5.0
-_LOOKS_S = 0.001
+_CHECK_PERIOD_S = 0.001
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class State:
             with _locked_state(self._file, fcntl.F_RDLCK):
                 if not self._numbers[self._FENCE] & 1:
                     return look_up()
-            time.sleep(_LOOKS_S)  # a writer was killed; the next one completes the slice
+            time.sleep(_CHECK_PERIOD_S)  # a writer was killed; the next one completes the slice
         raise ServerUnavailable("rows are half written, and no delta writer continues: check `tbe-serve run`")
 
     @property

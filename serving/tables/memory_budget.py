@@ -26,7 +26,7 @@ def memory_of(total_bytes: int, groups: Path, cgroups: Path) -> int:
     return min([total_bytes, *_limits(groups, cgroups)])
 
 
-def memory_here() -> int:
+def memory_limit() -> int:
     """The maximum memory that this process may use, in bytes."""
     return memory_of(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _OF_PROCESS, _CGROUPS)
 
@@ -68,7 +68,7 @@ def most_weights_bytes(processes: int, *, is_pinned: bool) -> int:
         is_pinned: whether the pages stay in memory because they are locked or on a tmpfs. If these took too much
             memory, the kernel would kill a process.
     """
-    memory = memory_here()
+    memory = memory_limit()
     process_count = processes + 1 if is_pinned else processes
     return min(int(MOST_OF_MEMORY * memory), memory - process_count * PROCESS_BYTES)
 

@@ -247,7 +247,7 @@ def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
         with suppress(OSError):  # it is in use, belongs to another user, or was just removed
             file = _lock_abandoned(abandoned)
             try:
-                if os.fstat(file).st_size == offsets_of(manifest)[""] and _goes_on(file, about, manifest):
+                if os.fstat(file).st_size == offsets_of(manifest)[""] and _can_reuse(file, about, manifest):
                     abandoned.rename(path)
                     return True
                 abandoned.unlink()
@@ -274,7 +274,7 @@ def _abandoned(folder: Path, digest: str) -> list[Path]:
     return [*folder.glob(f"{LIVE_PREFIX}*-{digest[:32]}")]
 
 
-def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
+def _can_reuse(file: int, about: About, manifest: Manifest) -> bool:
     """Whether a copy that a killed server left can be reused. If so, its state is reset."""
     with mmap.mmap(file, HUGE_PAGE) as pages, closing(State(pages, file)) as state:
         try:

@@ -24,7 +24,7 @@ from serving.tables.pages import HUGE_PAGE, MappedFile, leave_out_of_memory
 from serving.tables.read_ahead import ReadAhead
 
 # Seconds between checks for free memory.
-_LOOKS_S = 1.0
+_CHECK_PERIOD_S = 1.0
 
 
 class PagesUsed(NamedTuple):
@@ -139,9 +139,9 @@ class TableFiles:
     def populate(self, report: Callable[[PagesUsed], None] = lambda _: None) -> None:
         """Read all files into memory on another thread, while lookups continue.
 
-        From now on, memory is checked every `_LOOKS_S` seconds, because other bundles may be unloaded and the limit
-        of the control group may change. The files are read as soon as they fit. When they no longer fit, rows are
-        again read when they are needed.
+        From now on, memory is checked every `_CHECK_PERIOD_S` seconds, because other bundles may be unloaded and the
+        limit of the control group may change. The files are read as soon as they fit. When they no longer fit, rows
+        are again read when they are needed.
 
         Args:
             report: called on that thread each time all files are in memory.
@@ -174,13 +174,13 @@ class TableFiles:
             if self._is_copied:
                 file.populate()
                 continue
-            for _ in file.chunks(partial(self._brings, name)):
+            for _ in file.chunks(partial(self._end_read_ahead, name)):
                 if self._stopping.is_set():
                     return
         self._is_populated, self.ahead = True, None
         report(self.used())
 
-    def _brings(self, name: str, stop: int) -> None:
+    def _end_read_ahead(self, name: str, stop: int) -> None:
         """End read-ahead for bytes [0, stop) of a file, because it reads small pages, and huge pages are read now."""
         if self.ahead is not None:
             self.ahead.leave_out(name, stop)
@@ -261,14 +261,14 @@ class TableFiles:
 def _keep_populated(
     of: "weakref.ref[TableFiles]", stopping: threading.Event, report: Callable[[PagesUsed], None]
 ) -> None:
-    """Check memory every `_LOOKS_S`, until the files are closed or unreferenced, or one cannot be read."""
+    """Check memory every `_CHECK_PERIOD_S`, until the files are closed or unreferenced, or one cannot be read."""
     while (weights := of()) is not None and not stopping.is_set():
         try:
             weights.look(report)
         except OSError:  # the kernel's log has the reason; a lookup of such a page kills this process
             return
         del weights
-        stopping.wait(_LOOKS_S)
+        stopping.wait(_CHECK_PERIOD_S)
 
 
 def _tensors(plan: Plan, files: dict[str, MappedFile]) -> list[torch.Tensor]:

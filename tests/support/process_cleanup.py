@@ -19,7 +19,7 @@ from pathlib import Path
 _MARK = "TBE_SERVING_TESTS"
 # A server that is told to stop removes what it has in /dev/shm and elsewhere. After so long it is killed, in seconds.
 _GRACE_S = 10.0
-_LOOKS_S = 0.1
+_CHECK_PERIOD_S = 0.1
 # Triton makes one where it starts, and leaves it if it is killed.
 _LEFT_BY_TRITON = "/tmp/python_env_*"
 _watchers: list["subprocess.Popen[bytes]"] = []
@@ -46,12 +46,13 @@ def _watch(process: int, mark: str) -> None:
     while marked := dict(_marked(f"{_MARK}={mark}".encode())):
         kills = time.monotonic() > killed_from
         for name, parent in marked.items():
-            # Whoever has a parent here is its to stop: models' processes are tritonserver's, that is `tbe-serve run`'s.
+            # Whoever has a parent here is its to stop: models' processes are tritonserver's, that is `tbe-serve
+            # run`'s.
             if kills or (name not in warned and parent not in marked):
                 warned.add(name)
                 with suppress(OSError):
                     os.kill(name, signal.SIGKILL if kills else signal.SIGTERM)
-        time.sleep(_LOOKS_S)
+        time.sleep(_CHECK_PERIOD_S)
     if not _is_running("tritonserver"):
         for folder in glob(_LEFT_BY_TRITON):
             with suppress(OSError):  # it is not empty, or another's

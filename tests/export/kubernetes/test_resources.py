@@ -43,7 +43,7 @@ def test_a_server_with_that_limit_keeps_its_weights_in_memory(
     weights_gib: int, instances: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = mebibytes_of(resources(member(weights_gib, instances))["limits"]["memory"]) << 20
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: limit)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: limit)
     assert memory_budget.most_weights_bytes(instances, is_pinned=is_pinned) >= weights_gib * GIB
 
 

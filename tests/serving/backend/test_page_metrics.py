@@ -77,7 +77,7 @@ def test_what_is_mapped_is_told_now_and_then_and_once_in_the_log(
 
 
 def test_weights_larger_than_memory_are_said_to_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1000)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1000)
     opened = open_bundle(bundle)
     said: list[str] = []
     PageMetrics(lambda *_: Gauge(), LABELS, TableFiles(opened.path, opened.manifest), said.append)  # type: ignore[arg-type]

@@ -53,10 +53,10 @@ def test_an_answer_of_another_version_or_shape_is_wrong(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(collection(MIXED), tmp_path, "m"))
     checker, request = Checker(bundle), asked(bundle, 2, scores=False)
     answer = Engine(bundle).outputs(request.tensors)[EMBEDDINGS]
-    assert checker.what_is_wrong(request, response({"embeddings": answer})) == []
-    assert "version" in checker.what_is_wrong(request, response({"embeddings": answer}, "2"))[0]
-    assert "shape" in checker.what_is_wrong(request, response({"embeddings": answer.reshape(1, -1)}))[0]
-    (line, *_) = checker.what_is_wrong(request, response({"embeddings": answer + 1}))
+    assert checker.differences_of(request, response({"embeddings": answer})) == []
+    assert "version" in checker.differences_of(request, response({"embeddings": answer}, "2"))[0]
+    assert "shape" in checker.differences_of(request, response({"embeddings": answer.reshape(1, -1)}))[0]
+    (line, *_) = checker.differences_of(request, response({"embeddings": answer + 1}))
     assert "an answer is off by 1" in line
 
 
@@ -71,11 +71,11 @@ def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_pa
             request = asked(bundle, samples)
             assert list(request.tensors.outputs) == [output.name for output in part.outputs]
             answer = dict(engine.outputs(request.tensors))
-            assert checker.what_is_wrong(request, response(answer)) == []
+            assert checker.differences_of(request, response(answer)) == []
         # As a wrong id would: one sample gets the scores of another.
         for output in answer:
             changed = answer | {output: np.roll(answer[output], 1, axis=0)}
-            (line,) = checker.what_is_wrong(request, response(changed))
+            (line,) = checker.differences_of(request, response(changed))
             assert line.startswith(f"output {output!r}: a score is off by ")
 
 
@@ -86,11 +86,11 @@ def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) 
     answer = dict(engine.outputs(tensors))
     assert answer.keys() == {"both", "embeddings"}
     request = replace(both, tensors=tensors)
-    assert checker.what_is_wrong(request, response(answer)) == []
-    (line,) = checker.what_is_wrong(request, response(answer | {"embeddings": answer["embeddings"] + 1}))[:1]
+    assert checker.differences_of(request, response(answer)) == []
+    (line,) = checker.differences_of(request, response(answer | {"embeddings": answer["embeddings"] + 1}))[:1]
     assert "feature 'x': an answer is off by 1" in line
-    assert "shapes" in checker.what_is_wrong(both, response(answer))[0]
-    assert "shapes" in checker.what_is_wrong(request, response({"both": answer["both"]}))[0]
+    assert "shapes" in checker.differences_of(both, response(answer))[0]
+    assert "shapes" in checker.differences_of(request, response({"both": answer["both"]}))[0]
 
 
 def test_what_comes_once_is_checked(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_what_comes_once_is_checked(tmp_path: Path) -> None:
         "like": 5,
         "both": 5,
     }
-    assert checker.what_is_wrong(request, response(answer)) == []
+    assert checker.differences_of(request, response(answer)) == []
     for output in ("once", "like"):
-        (line, *_) = checker.what_is_wrong(request, response(answer | {output: answer[output] + 1}))
+        (line, *_) = checker.differences_of(request, response(answer | {output: answer[output] + 1}))
         assert "is off by 1" in line or "is off by 0.99" in line
 
 
@@ -138,7 +138,7 @@ def test_a_user_side_is_drawn_once(tmp_path: Path) -> None:
         assert tensors.lengths.size == 1 + 20 + 20
         assert {name: len(rows) for name, rows in tensors.dense.items()} == {"user": 1, "item": 20}
         answer = dict(engine.outputs(tensors))
-        assert checker.what_is_wrong(Prepared(tensors, b"", 20), response(answer)) == []
+        assert checker.differences_of(Prepared(tensors, b"", 20), response(answer)) == []
 
 
 def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_p
     checker, engine, request = Checker(bundle), Engine(bundle), asked(bundle)
     answer = dict(engine.outputs(request.tensors))
     answer["like"] = np.where(np.arange(5) == 3, np.float32(np.nan), answer["like"])
-    assert "'like': a score is off by nan" in checker.what_is_wrong(request, response(answer))[0]
+    assert "'like': a score is off by nan" in checker.differences_of(request, response(answer))[0]
     user = np.array(request.tensors.dense["user"])
     user[3] = np.nan
     tensors: Tensors = replace(request.tensors, dense={**request.tensors.dense, "user": user})
     request = replace(request, tensors=tensors)
-    assert checker.what_is_wrong(request, response(engine.outputs(tensors))) == []
+    assert checker.differences_of(request, response(engine.outputs(tensors))) == []
 
 
 def test_a_bundle_without_scores_is_asked_for_none(tmp_path: Path) -> None:

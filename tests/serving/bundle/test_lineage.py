@@ -13,9 +13,9 @@ from serving.bundle.lineage import (
     files_of,
     needed_files,
     next_step,
-    owner_of,
     reached,
     step_of,
+    step_of_file,
     steps_in,
 )
 from tests.support.deltas import listed
@@ -96,7 +96,7 @@ def test_files_of_deltas_come_before_their_signatures() -> None:
     names += ["000000000007.since-2.safetensors", ".read", f"7.{sign}", f"000000000007.since-9.{sign}"]
     assert files_of(names, [Step(7, 6)]) == ["000000000007.safetensors", f"000000000007.{sign}"]
     assert files_of(names, {Step(7, 2), Step(8, 7)}) == [names[3], names[4], names[2]]
-    assert [owner_of(name) for name in names[-3:]] == [None] * 3
+    assert [step_of_file(name) for name in names[-3:]] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     name = lineage_of(open_bundle(path).digest)
     file = tmp_path / "r.deltas" / "m" / name / "000000000002.safetensors"
-    monkeypatch.setattr(delta_service, "_SAYS_S", 0.0)
+    monkeypatch.setattr(delta_service, "_LOG_PERIOD_S", 0.0)
     with applying(path, monkeypatch, LogFormat.JSON) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
         wait_until(copies, lambda status: status.sequence == 0)
         for number in (1, 2):

@@ -32,7 +32,7 @@ WEIGHTS = "weights.0.bin"
 def test_processes_need_memory_beside_weights(
     memory: int, processes: int, expected: int, left_if_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: memory)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: memory)
     assert most_weights_bytes(processes, is_pinned=False) == expected
     assert most_weights_bytes(processes, is_pinned=True) == left_if_kept
 

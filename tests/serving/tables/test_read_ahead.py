@@ -76,7 +76,7 @@ def test_a_bundle_larger_than_memory_is_asked_for_ahead_and_answers_alike(
     path = export_model(collection((Spec("t", 200_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
     with Engine.open(path) as engine:
         expected = engine.lookup({"x": [[3, 199_999], [100_000]]})["x"]
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1000)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1000)
     advised: list[tuple[int, int, int]] = []
     fadvise = os.posix_fadvise
 

@@ -51,7 +51,7 @@ def test_a_byte_that_changed_anywhere_is_found(
     position: int, fits: bool, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fits:
-        monkeypatch.setattr(memory_budget, "memory_here", lambda: 1 << 20)
+        monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1 << 20)
     of(bundle).verify()
     with (bundle.path / "weights.0.bin").open("rb+") as file:
         file.seek(position)
@@ -104,7 +104,7 @@ def test_an_engine_that_is_closed_has_no_thread_left(bundle: Bundle) -> None:
 def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.open(bundle.path) as engine:
         expected = engine.lookup({"x": [[0, 5], [ROWS - 1]]})["x"]
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: ROWS * 68)  # beside them nothing would have room
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: ROWS * 68)  # beside them nothing would have room
     with Engine.open(bundle.path) as engine:
         assert not engine.table_files.fits
         assert "rr" in flags_of(engine.table_files)
@@ -114,9 +114,9 @@ def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypat
 
 
 def test_a_limit_that_changes_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(table_files, "_LOOKS_S", 0.01)
+    monkeypatch.setattr(table_files, "_CHECK_PERIOD_S", 0.01)
     memory = [ROWS * 68]
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: memory[0])
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: memory[0])
     done = threading.Event()
     opened = of(bundle)
     opened.populate(lambda _: done.set())
@@ -170,7 +170,7 @@ def flags_of(opened: TableFiles) -> set[str]:
 
 
 def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1 << 30)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1 << 30)
     with Engine(bundle, processes=3) as three, Engine(bundle, processes=4) as four:
         assert three.table_files.fits
         assert not four.table_files.fits
@@ -180,8 +180,8 @@ def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pyte
 def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: memory_budget.PROCESS_BYTES + ROWS * 68 * 3 // 2)
-    monkeypatch.setattr(table_files, "_LOOKS_S", 0.01)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: memory_budget.PROCESS_BYTES + ROWS * 68 * 3 // 2)
+    monkeypatch.setattr(table_files, "_CHECK_PERIOD_S", 0.01)
     second = bundle.path.parent / "2"
     shutil.copytree(bundle.path, second)
     request = {"x": [[0, 5], [ROWS - 1]]}
