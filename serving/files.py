@@ -233,7 +233,7 @@ def leave_out_of_cache(folder: Path, least_bytes: int) -> None:
         folder: a folder whose files are synced to the disk.
         least_bytes: the minimum size of a large file.
     """
-    for path in folder.iterdir():
+    for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size >= least_bytes:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -6,7 +6,7 @@ Until then they are in a hidden folder beside it.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from pyarrow.parquet import read_metadata
 from serving.batch.inputs import Part
 from serving.batch.journal import JOURNAL, METADATA, Journal, check_continues, decode_journal, other_scores
 from serving.errors import ConfigurationError
-from serving.files import make_content, put_in_place, read_file, replacing
+from serving.files import make_content, put_in_place, read_file, replacing, sync_folder
 
 # Files of this size and more are left out of the page cache, in bytes.
 _LARGE_BYTES = 64 << 20
@@ -31,9 +31,11 @@ class FolderOutput:
 
     Attributes:
         out: its path, absolute.
+        is_partitioned: whether a part is several files, in folders by the values of columns.
     """
 
     out: Path
+    is_partitioned: bool = False
 
     @property
     def errors(self) -> str:
@@ -51,6 +53,11 @@ class FolderOutput:
     @property
     def _errors(self) -> Path:
         return self._hidden / "errors"
+
+    @property
+    def _finished(self) -> Path:
+        """A file here says that the part with its name is finished."""
+        return self._hidden / "finished" if self.is_partitioned else self._scores
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -82,13 +89,12 @@ class FolderOutput:
             os.close(lock)  # another run finished, and removed it, before it was locked
 
     def is_finished(self, journal: Journal, *, restart: bool) -> bool:
-        """As `Output`. An output is recognised by the metadata of its first file."""
+        """As `Output`. An output is recognised by the metadata of one of its files."""
         if not os.path.lexists(self.out):
             return False
         digest = None
-        with suppress(ArrowException, OSError, IndexError):
-            first = sorted(self.out.glob("part-*.parquet"))[0]
-            digest = (read_metadata(first).metadata or {}).get(METADATA)
+        with suppress(ArrowException, OSError, StopIteration):
+            digest = (read_metadata(next(self.out.rglob("part-*.parquet"))).metadata or {}).get(METADATA)
         if digest is None:
             raise ConfigurationError(f"{self.out}: expected no such file or folder, or earlier scores: name another")
         finished = bool(digest.decode() == journal.digest)
@@ -104,27 +110,30 @@ class FolderOutput:
         if earlier is not None and not restart:
             check_continues(self.out, earlier, journal)
         for path in self._hidden.iterdir():
-            if earlier == journal and path.name in (JOURNAL, self._scores.name, self._errors.name):
+            if earlier == journal and path.name in (JOURNAL, "scores", "errors", "finished"):
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if earlier != journal:
             with replacing(self._hidden / JOURNAL) as file:
                 file.write(journal.encoded())
-        self._scores.mkdir(exist_ok=True)
-        self._errors.mkdir(exist_ok=True)
+        for folder in (self._scores, self._errors, self._finished):
+            folder.mkdir(exist_ok=True)
         if not skips_bad_rows:
             for part in parts:
                 if (self._errors / part.errors_name).exists():  # a run with --on-error skip finished it
-                    (self._scores / part.name).unlink(missing_ok=True)
-        names = {name for part in parts for name in (part.name, part.errors_name)}
-        for path in (*self._scores.iterdir(), *self._errors.iterdir()):
-            if path.name not in names:  # a draft of a run that was killed
-                path.unlink()
-        return {path.name for path in self._scores.iterdir()}
+                    (self._finished / part.name).unlink(missing_ok=True)
+        _remove_files(self._errors, but={part.errors_name for part in parts})
+        _remove_files(self._finished, but={part.name for part in parts})  # and drafts of a run that was killed
+        finished = {path.name for path in self._finished.iterdir()}
+        if self.is_partitioned:
+            _remove_files(self._scores, but=finished)
+        return finished
 
     def writing(self, name: str) -> AbstractContextManager[BinaryIO]:
         """As `Output`."""
-        return replacing(self._scores / name)
+        path = self._scores / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return replacing(path)
 
     def write_errors(self, name: str, lines: bytes) -> None:
         """As `Output`."""
@@ -132,6 +141,13 @@ class FolderOutput:
         if lines:
             with replacing(self._errors / name) as file:
                 file.write(lines)
+
+    def finish(self, name: str, files: Sequence[str]) -> None:
+        """As `Output`. After a power cut, no part is finished whose files are lost."""
+        for folder in {folder for file in files for folder in Path(file).parents}:
+            sync_folder(self._scores / folder)
+        with replacing(self._finished / name):
+            pass
 
     def publish(self, journal: Journal, parts: Sequence[Part]) -> None:  # noqa: ARG002
         """Name the rows without scores in one file, and give the folder its name."""
@@ -151,3 +167,10 @@ class FolderOutput:
         with suppress(FileNotFoundError), Path(self.errors).open("rb") as file:
             return sum(1 for _ in file)
         return 0
+
+
+def _remove_files(folder: Path, *, but: Collection[str]) -> None:
+    """Remove the files below a folder that have other names."""
+    for path in folder.rglob("*"):
+        if path.name not in but and path.is_file():
+            path.unlink()

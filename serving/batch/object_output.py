@@ -19,6 +19,8 @@ SUCCESS = "_SUCCESS"
 _JOURNAL = "_journal.json"
 # Below it, the rows of each part that have no scores.
 _ERRORS = "_errors"
+# Below it, an object for each part that is finished, if the output is partitioned.
+_FINISHED = "_finished"
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,11 @@ class ObjectOutput:
 
     Attributes:
         url: such as s3://bucket/scores, without "/" at its end.
+        is_partitioned: whether a part is several objects, below prefixes by the values of columns.
     """
 
     url: str
+    is_partitioned: bool = False
 
     @property
     def errors(self) -> str:
@@ -62,19 +66,23 @@ class ObjectOutput:
         earlier = decode_journal(self._objects.read(_JOURNAL) or b"") if _JOURNAL in names else None
         if earlier is not None and not restart:
             check_continues(self.url, earlier, journal)
-        expected = {part.name: f"{_ERRORS}/{part.errors_name}" for part in parts}
-        finished = set(expected) & names if earlier == journal else set()
+        errors = {part.name: f"{_ERRORS}/{part.errors_name}" for part in parts}
+        finished = {part.name for part in parts if self._finished(part.name) in names and earlier == journal}
         if not skips_bad_rows:
-            finished -= {name for name, errors in expected.items() if errors in names}
+            finished -= {part for part in finished if errors[part] in names}
         if earlier != journal:
             # Without its _SUCCESS, no reader takes what is left for scores; without its parts, no run does.
             self._objects.delete(names & {SUCCESS})
             self._objects.delete(name for name in sorted(names) if _is_ours(name))
             self._objects.write(_JOURNAL, journal.encoded())
         else:
-            kept = finished | {expected[name] for name in finished}
-            self._objects.delete(name for name in sorted(names - kept) if _is_ours(name))
+            kept = {name for part in finished for name in (part, f"{part}.jsonl")}
+            self._objects.delete(name for name in sorted(names) if _is_ours(name) and _base(name) not in kept)
         return finished
+
+    def _finished(self, name: str) -> str:
+        """The object that says that a part is finished."""
+        return f"{_FINISHED}/{name}" if self.is_partitioned else name
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
@@ -88,9 +96,15 @@ class ObjectOutput:
         if lines:
             self._objects.write(f"{_ERRORS}/{name}", lines)
 
-    def publish(self, journal: Journal, parts: Sequence[Part]) -> None:  # noqa: ARG002
+    def finish(self, name: str, files: Sequence[str]) -> None:  # noqa: ARG002
+        """As `Output`."""
+        self._objects.write(self._finished(name), b"")
+
+    def publish(self, journal: Journal, parts: Sequence[Part]) -> None:
         """Write `_SUCCESS`."""
         self._objects.write(SUCCESS, _success(journal))
+        if self.is_partitioned:
+            self._objects.delete(self._finished(part.name) for part in parts)
 
     def skipped_rows(self) -> int:
         """As `Output`."""
@@ -103,4 +117,10 @@ def _success(journal: Journal) -> bytes:
 
 def _is_ours(name: str) -> bool:
     """Whether a run writes an object of this name, apart from its journal and `_SUCCESS`."""
-    return name.startswith(f"{_ERRORS}/") or (name.startswith("part-") and name.endswith(".parquet"))
+    *folders, base = name.split("/")
+    is_part = base.startswith("part-") and base.endswith(".parquet") and all("=" in folder for folder in folders)
+    return is_part or folders in ([_ERRORS], [_FINISHED])
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -46,10 +46,23 @@ class Output(Protocol):
         """
 
     def writing(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file for the scores of a part, which is there when the block ends well, whole."""
+        """A file with scores, which is there when the block ends well, whole.
+
+        Args:
+            name: of a part, which is then finished; or if the output is partitioned, of one of its files, such as
+                day=2026-11-01/part-00000.parquet.
+        """
 
     def write_errors(self, name: str, lines: bytes) -> None:
         """Write the rows of a part that have no scores, or remove those of an earlier try."""
+
+    def finish(self, name: str, files: Sequence[str]) -> None:
+        """Note in a partitioned output that a part is finished.
+
+        Args:
+            name: of the part.
+            files: names of its files, which are all there.
+        """
 
     def publish(self, journal: Journal, parts: Sequence[Part]) -> None:
         """Make the whole output appear."""

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from serving.batch.batch_scores import BATCH_ROWS, BatchScores
 from serving.batch.columns import BatchColumns
 from serving.batch.inputs import Part
 from serving.batch.outputs import Output
+from serving.batch.partitions import PartitionFiles
 from serving.errors import InvalidRequest, ServingError
 
 # Rows that are written together. Like BATCH_ROWS, they bound the memory.
@@ -29,12 +30,14 @@ class Job:
         skips_bad_rows: whether rows that are refused are left out. Otherwise the first one is an error.
         metadata: of each file that is written.
         output: where scores are written.
+        partition_by: the columns whose values name folders. Empty: a part is one file.
     """
 
     batch_scores: BatchScores
     skips_bad_rows: bool
     metadata: dict[str, str]
     output: Output
+    partition_by: Sequence[str] = ()
 
 
 class BadRow(NamedTuple):
@@ -56,10 +59,19 @@ def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], obje
     Raises:
         InvalidRequest: naming file, row group and row, if a row is refused, and what the model expects.
         ServingError: the model cannot answer.
+        ConfigurationError: the row group has too many partitions.
         OSError: a file cannot be read or written.
     """
     bad_rows: list[BadRow] = []
-    tables = _written_tables(_scored(model, job, part, bad_rows, rows_done))
+    scored = _scored(model, job, part, bad_rows, rows_done)
+    if job.partition_by:
+        columns, metadata = job.partition_by, job.metadata
+        with PartitionFiles(job.output.writing, part, columns, metadata, _WRITTEN_ROWS) as files:
+            files.write(scored)
+        job.output.write_errors(part.errors_name, _lines(part, bad_rows))
+        job.output.finish(part.name, files.names)
+        return
+    tables = _written_tables(scored)
     with job.output.writing(part.name) as file:
         table = next(tables, None)
         if table is None:

@@ -14,6 +14,7 @@ from serving.batch.object_output import ObjectOutput
 from serving.batch.objects import split_url
 from serving.batch.outputs import Output
 from serving.batch.part_scores import Job
+from serving.batch.partitions import check_partition_columns, check_partition_types
 from serving.batch.sources import ServerSource, Source
 from serving.batch.workers import score_parts
 from serving.errors import ConfigurationError
@@ -50,6 +51,7 @@ def score_files(
     *,
     names: Mapping[str, str | Sequence[str]] | None = None,
     keep: Sequence[str] = (),
+    partition_by: Sequence[str] = (),
     nulls: Nulls = "refuse",
     on_error: OnError = "fail",
     workers: int = 1,
@@ -64,6 +66,7 @@ def score_files(
         out: a folder, or the URL of a prefix. A run that was interrupted goes on; a finished one is left as it is.
         names: the columns of inputs that have other names.
         keep: columns that are carried over.
+        partition_by: columns of `keep`: rows are in folders by their values, such as day=2026-11-01.
         nulls: what null lists and ids are.
         on_error: "fail" at the first row that the model refuses, or "skip" such rows, and name them in
             `<out>.errors.jsonl`, or below a URL in `_errors/`.
@@ -81,12 +84,17 @@ def score_files(
     if isinstance(source, ServerSource):
         source = source.at_its_version()
     columns = BatchColumns(source.inputs(), names or {}, keep)
+    check_partition_columns(columns, partition_by)
     files = find_inputs(patterns)
-    _check_columns(files, columns)
+    _check_columns(files, columns, partition_by)
     options = {"columns": dict(names or {}), "keep": [*keep], "nulls": nulls}
+    if partition_by:
+        options["partition-by"] = [*partition_by]
     journal = Journal(scores_of=source.identity(), inputs=tuple(files), options=options)
     parts = parts_of(files)
-    output = _output_of(out)
+    if partition_by and not any(part.rows for part in parts):
+        raise ConfigurationError("partition_by: expected inputs with rows, got none: no rows make no folders")
+    output = _output_of(out, is_partitioned=bool(partition_by))
     with output.locked():
         if output.is_finished(journal, restart=restart):
             if on_error == "fail" and output.skipped_rows():
@@ -98,7 +106,7 @@ def score_files(
             skips = on_error == "skip"
             finished = output.prepare(journal, parts, skips_bad_rows=skips, restart=restart)
             todo = [part for part in parts if part.name not in finished]
-            job = Job(BatchScores(source, columns, nulls), skips, journal.metadata, output)
+            job = Job(BatchScores(source, columns, nulls), skips, journal.metadata, output, partition_by)
             _score(job, parts, todo, workers, progress)
             output.publish(journal, parts)
     skipped = output.skipped_rows()
@@ -111,20 +119,21 @@ def score_files(
     )
 
 
-def _output_of(out: Path | str) -> Output:
+def _output_of(out: Path | str, *, is_partitioned: bool) -> Output:
     """The output in a folder, or below a URL."""
     if not is_url(out):
-        return FolderOutput(Path(os.path.abspath(out)))
+        return FolderOutput(Path(os.path.abspath(out)), is_partitioned)
     bucket, prefix = split_url(str(out))
-    return ObjectOutput(f"{bucket.url}/{prefix}")
+    return ObjectOutput(f"{bucket.url}/{prefix}", is_partitioned)
 
 
-def _check_columns(files: Sequence[InputFile], columns: BatchColumns) -> None:
-    """Refuse files that lack a column, and columns that are carried over in different types."""
+def _check_columns(files: Sequence[InputFile], columns: BatchColumns, partition_by: Sequence[str]) -> None:
+    """Refuse files that lack a column, and columns that are carried over in different types or into no folders."""
     first = None
     for file in files:
         schema = file.schema
         columns.of_file(file.path, schema)
+        check_partition_types(file.path, schema, partition_by)
         kept = {name: schema.field(name).type for name in columns.keep}
         first = kept if first is None else first
         for name, kind in kept.items():

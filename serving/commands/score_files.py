@@ -51,6 +51,12 @@ def score_files(
     keep: Annotated[
         str | None, typer.Option(help="Columns to copy to the scores, joined by commas, such as id,ts.")
     ] = None,
+    partition_by: Annotated[
+        str | None,
+        typer.Option(
+            help="Columns of --keep, joined by commas: rows are in folders by their values, such as day=2026-11-01."
+        ),
+    ] = None,
     nulls: Annotated[
         Nulls, typer.Option(help="'refuse' null lists and ids, or read a null list as an 'empty' one.")
     ] = "refuse",
@@ -88,6 +94,7 @@ def score_files(
             out_folder,
             names=read_column_names(columns),
             keep=keep.split(",") if keep else (),
+            partition_by=partition_by.split(",") if partition_by else (),
             nulls=nulls,
             on_error=on_error,
             workers=workers,
@@ -95,7 +102,8 @@ def score_files(
             progress=show,
         )
     seconds = time.monotonic() - started
-    out.print(f"{out_folder}: {summary.rows - summary.skipped_rows:,} rows in {summary.parts} files")
+    where = f"{summary.parts} files" if partition_by is None else f"folders by {partition_by}"
+    out.print(f"{out_folder}: {summary.rows - summary.skipped_rows:,} rows in {where}")
     if summary.skipped_rows:
         out.print(f"{summary.errors}: {summary.skipped_rows:,} rows that were skipped")
     rate = summary.scored_rows / seconds

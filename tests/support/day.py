@@ -1,5 +1,6 @@
 """A day of rows for the ranker of tests, as a Parquet file."""
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,13 @@ def write_day(path: Path, table: Any = None, row_group: int = ROW_GROUP) -> Path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The files below a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def partitioned_day(rows: int = ROWS) -> Any:
+    """Rows of five days and of two countries, with nulls, in an order that mixes them."""
+    table = day_table(rows).drop_columns(["day"])
+    days = [datetime.date(2026, 11, 1 + row * 7 % 5) for row in range(rows)]
+    countries = [("DE", "a/b=c % é", None)[row * row % 3 if row % 11 else 2] for row in range(rows)]
+    return table.append_column("day", pa.array(days)).append_column("country", pa.array(countries))

@@ -1,4 +1,4 @@
-"""Kill runs of `score_files` at random moments: `python -m tests.support.killed_batches BUNDLE DAY FOLDER KILLS`.
+"""Kill runs of `score_files` at random moments: `python -m tests.support.killed_batches BUNDLE DAY FOLDER KILLS [COLUMN]`.
 
 It prints how many rows were scored in all, how often, how many runs were killed, and how many of these left drafts. One
 process imports everything once and forks for each run: to kill a fresh interpreter would mostly hit imports.
@@ -20,7 +20,7 @@ from tests.support.day import ROW_GROUP, ROWS
 ROOT = Path(__file__).parents[2]
 
 
-def killed(bundle: Path, day: Path, folder: str, kills: int) -> dict[str, Any]:
+def killed(bundle: Path, day: Path, folder: str, kills: int, partition_by: str = "") -> dict[str, Any]:
     """Kill runs in another process, and check that rows were not scored again beyond what kills lose.
 
     Args:
@@ -28,11 +28,13 @@ def killed(bundle: Path, day: Path, folder: str, kills: int) -> dict[str, Any]:
         day: `ROWS` rows in row groups of `ROW_GROUP`.
         folder: of the outputs, `whole` and `scores-<number>`: a path or a URL.
         kills: how many.
+        partition_by: a column that the outputs are partitioned by.
 
     Returns:
         What `main` prints.
     """
     command = [sys.executable, "-m", "tests.support.killed_batches", str(bundle), str(day), folder, str(kills)]
+    command += [partition_by] if partition_by else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -43,7 +45,7 @@ def killed(bundle: Path, day: Path, folder: str, kills: int) -> dict[str, Any]:
     return report
 
 
-def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
+def main(bundle: Path, day: Path, folder: str, kills: int, *partition_by: str) -> None:
     """Start runs and kill them, until `kills` were killed. After a killed run, the next run has the same output; after a
     run that ended by itself, a new one."""
     from serving.batch.run import score_files
@@ -67,7 +69,14 @@ def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
 
         status = 1
         try:
-            score_files(BundleSource(bundle), [str(day)], out, keep=["id"], progress=progress)
+            score_files(
+                BundleSource(bundle),
+                [str(day)],
+                out,
+                keep=["id", *partition_by],
+                partition_by=partition_by,
+                progress=progress,
+            )
             status = 0
         finally:
             os._exit(status)
@@ -85,7 +94,7 @@ def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
-        drafts += bool([*Path(folder).glob(".scores-*.scoring/scores/.*")])
+        drafts += bool([*Path(folder).glob(".scores-*.scoring/scores/**/.*")])
         output += status == 0
     os.waitpid(start(f"{folder}/scores-{output}"), 0)
     report = {
@@ -99,4 +108,4 @@ def main(bundle: Path, day: Path, folder: str, kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), *sys.argv[5:])

@@ -1,5 +1,6 @@
 """The programs of docs/batch-scoring.md for a real local Ray and a real local Spark give the scores of the command."""
 
+import ast
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pyarrow import parquet
 
 from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
+from tests.support.day import partitioned_day, write_day
 
 PAGE = (Path(__file__).parents[3] / "docs" / "batch-scoring.md").read_text()
 # Ray takes the CPUs that it is told of; two scorers and what reads files need three.
@@ -60,3 +62,25 @@ def test_the_scores_of_an_engine_are_those_of_the_command(
     for name in ("like", "both"):
         numbers, right = (np.array(table[name].to_pylist()) for table in (scores, expected))
         np.testing.assert_allclose(numbers, right, rtol=1e-6, atol=1e-6)
+
+
+READ_BACK = """
+import sys
+from pyspark.sql import SparkSession
+
+rows = SparkSession.builder.getOrCreate().read.parquet(sys.argv[1]).orderBy("id").collect()
+print([(row.id, str(row.day), row.country) for row in rows])
+"""
+
+
+@pytest.mark.long
+def test_spark_reads_the_columns_of_folders(engines: Path, bundle: Path, tmp_path: Path) -> None:
+    """Text with signs that are escaped and letters that are not, and nulls."""
+    day, columns = write_day(tmp_path / "day.parquet", partitioned_day(200)), ["day", "country"]
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", keep=["id", *columns], partition_by=columns)
+    environment = os.environ | ON_LOOPBACK | {"PYTHONPATH": str(engines), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-c", READ_BACK, str(tmp_path / "scores")]
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+    rows = partitioned_day(200).select(["id", *columns]).to_pylist()
+    assert ast.literal_eval(done.stdout) == [(row["id"], str(row["day"]), row["country"]) for row in rows]

@@ -16,7 +16,7 @@ from serving.batch.object_output import SUCCESS
 from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
 from serving.errors import ConfigurationError, InvalidRequest, ServerUnavailable
-from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
+from tests.support.day import ROW_GROUP, ROWS, contents, day_table, partitioned_day, write_day
 from tests.support.killed_batches import killed
 from tests.support.s3 import BUCKET, S3, s3_server
 from tests.support.stopped_runs import Stopped, stop_after
@@ -176,6 +176,25 @@ def test_objects_of_another_program_are_not_replaced(url: str, s3: S3, bundle: P
         with pytest.raises(ConfigurationError, match="expected no objects, or earlier scores"):
             score_files(BundleSource(bundle), [str(day)], url, restart=restart)
     assert set(stored(url).values()) == {b"spark's"}
+
+
+def test_partitions_are_prefixes(url: str, bundle: Path, tmp_path: Path) -> None:
+    """Also after an interruption. Names are those of a folder, percent signs and all."""
+    source, days = BundleSource(bundle), str(write_day(tmp_path / "days.parquet", partitioned_day()))
+    keep, by = ["id", "day", "country"], ["day", "country"]
+    with pytest.raises(Stopped):
+        score_files(source, [days], url, keep=keep, partition_by=by, progress=stop_after(2 * ROW_GROUP + 1))
+    finished = {name for name in stored(url) if name.startswith("_finished/")}
+    assert finished == {f"_finished/part-{number:05}.parquet" for number in range(2)}
+    objects.objects_of(url).write("day=2026-11-01/country=DE/part-00002.parquet", b"of a part that is not finished")
+    objects.objects_of(url).write("day=2026-11-01/country=XX/part-00099.parquet", b"of no part")
+    summary = score_files(source, [days], url, keep=keep, partition_by=by)
+    assert summary.scored_rows == ROWS - 2 * ROW_GROUP
+    score_files(source, [days], tmp_path / "scores", keep=keep, partition_by=by)
+    assert scores_in(url) == contents(tmp_path / "scores")
+    assert sorted(name for name in stored(url) if name.startswith("_")) == [SUCCESS, "_journal.json"]
+    assert score_files(source, [days], url, keep=keep, restart=True).scored_rows == ROWS
+    assert sorted(scores_in(url)) == [f"part-{number:05}.parquet" for number in range(PARTS)]
 
 
 def _kill(url: str, bundle: Path, tmp_path: Path, kills: int) -> None:
