@@ -1,7 +1,8 @@
 """Columns of any library that has Arrow's PyCapsule protocol, such as polars and pyarrow, as numpy arrays.
 
-No library is imported, and nothing is copied but bitmaps: the arrays are views of the column's own buffers. The
-structures are those of https://arrow.apache.org/docs/format/CDataInterface.html and CStreamInterface.html.
+No library is imported, and nothing is copied but bitmaps and the items of runs: the arrays are views of the column's
+own buffers. The structures are those of https://arrow.apache.org/docs/format/CDataInterface.html and
+CStreamInterface.html.
 """
 
 import ctypes
@@ -32,6 +33,7 @@ _NULLS, _BOOLEANS, _STRUCTS = "n", "b", "+s"
 _LISTS = {"+l": np.int32, "+L": np.int64}
 _LIST_VIEWS = {"+vl": np.int32, "+vL": np.int64}
 _FIXED_LISTS = "+w:"
+_RUNS = "+r"
 
 
 class ArrowStream(Protocol):
@@ -223,6 +225,12 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
         width = int(kind.removeprefix(_FIXED_LISTS))
         (items,) = _children(schema, piece, first * width, length * width, owner)
         return _lists(name, valid, None, np.full(length, width, np.int32), items)
+    if kind == _RUNS:
+        count = piece.children[0].contents.length
+        run_ends, items = _children(schema, piece, 0, count, owner)
+        ends: Any = run_ends.values
+        samples: Any = np.diff(np.clip(ends, first, first + length), prepend=first)
+        return replace(_taken(items, np.repeat(np.arange(count), samples)), name=name)
     return ArrowChunk(name, length, valid)
 
 
@@ -255,10 +263,11 @@ def _taken(chunk: ArrowChunk, items: Any) -> ArrowChunk:
     lengths, indices = chunk.lengths, items
     if lengths is not None:
         indices = _ranges((np.cumsum(lengths, dtype=np.int64) - lengths)[items], lengths[items])
+    valid = None if chunk.valid is None else chunk.valid[items]
     return replace(
         chunk,
         length=len(items),
-        valid=None if chunk.valid is None else chunk.valid[items],
+        valid=None if valid is None or valid.all() else valid,
         values=None if chunk.values is None else chunk.values[items],
         lengths=None if lengths is None else lengths[items],
         children=(*(_taken(child, indices) for child in chunk.children),),

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow.compute import run_end_encode
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest
@@ -37,6 +38,12 @@ def of_dictionary(lists: Any) -> Any:
     return pa.ListArray.from_arrays(lists.offsets, items, mask=lists.is_null())
 
 
+def in_runs(items: Any) -> Any:
+    """A run for each item, the first one longer. Its other samples are not shown."""
+    ends = np.arange(3, 3 + len(items), dtype=np.int32)
+    return pa.RunEndEncodedArray.from_arrays(ends, items).slice(2) if len(items) else items
+
+
 def in_chunks(column: Any, sizes: list[int]) -> Any:
     """A pyarrow Array in chunks, each a slice of a longer array; perhaps with empty ones among them."""
     bounds = [0, *np.cumsum(sizes).tolist(), len(column)]
@@ -51,6 +58,7 @@ COLUMNS_OF_BAGS: dict[str, Callable[[list[Any], str], Any]] = {
     "pyarrow list_view": lambda bags, name: pa.array(bags, pa.list_view(arrow_type(name))),
     "pyarrow large_list_view": lambda bags, name: pa.array(bags, pa.large_list_view(arrow_type(name))),
     "pyarrow lists of a dictionary": lambda bags, name: of_dictionary(pa.array(bags, pa.list_(arrow_type(name)))),
+    "pyarrow runs of lists": lambda bags, name: in_runs(pa.array(bags, pa.list_(arrow_type(name)))),
     "polars List": lambda bags, name: pl.Series(bags, dtype=pl.List(polars_type(name))),
     "pandas of Arrow": lambda bags, name: pd.Series(bags, dtype=pd.ArrowDtype(pa.list_(arrow_type(name)))),
     "pandas of lists": lambda bags, _: pd.Series([None, *bags], dtype=object).iloc[1:],
@@ -64,6 +72,7 @@ COLUMNS_OF_IDS: dict[str, Callable[[list[Any], str], Any]] = {
     "pyarrow": lambda ids, name: pa.array(ids, arrow_type(name)),
     "pyarrow dictionary": lambda ids, name: pa.array(ids, arrow_type(name)).dictionary_encode(),
     "pyarrow dictionary with nulls": lambda ids, name: pa.array(ids, arrow_type(name)).dictionary_encode("encode"),
+    "pyarrow runs": lambda ids, name: run_end_encode(pa.array(ids, arrow_type(name)), run_end_type=pa.int16()),
     "polars": lambda ids, name: pl.Series(ids, dtype=polars_type(name)),
     "pandas of Arrow": lambda ids, name: pd.Series(ids, dtype=pd.ArrowDtype(arrow_type(name))),
     "pandas nullable": lambda ids, name: pd.Series(ids, dtype=name.replace("int", "Int").replace("uInt", "UInt")),
@@ -348,6 +357,7 @@ COLUMNS_OF_NUMBERS: dict[str, Callable[[list[Any]], Any]] = {
     "pyarrow": pa.array,
     "pyarrow chunks": lambda rows: pa.chunked_array([pa.array([*rows[:1], *rows[:1]])[1:], pa.array(rows[1:])]),
     "polars": pl.Series,
+    "pyarrow runs": lambda rows: in_runs(pa.array(rows)),
     "pandas": pd.Series,
     "pandas of objects": lambda rows: pd.Series(rows, dtype=object),
     "pandas of Arrow": lambda rows: pd.Series(rows, dtype=pd.ArrowDtype(pa.array(rows).type)),
