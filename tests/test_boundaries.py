@@ -67,6 +67,7 @@ FEW_IMPORT = {
         "serving.batch.folder_output",
         "serving.batch.inputs",
         "serving.batch.part_scores",
+        "serving.batch.partitions",
         "serving.batch.scorer",
     },
     "export": set(),
