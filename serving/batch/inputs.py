@@ -101,6 +101,31 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     return [read_input(path) for path in paths]
 
 
+def check_outside(out: str, patterns: Sequence[str], files: Sequence[InputFile]) -> None:
+    """Refuse an output in a folder that is read, because the next run would score its scores.
+
+    Args:
+        out: absolute path, or URL.
+        patterns: as in `find_inputs`.
+        files: that the patterns name.
+
+    Raises:
+        ConfigurationError: naming the folder, or the file of the output.
+    """
+    folder = _with_slash(out)
+    containing = [pattern for pattern in patterns if folder.startswith(_with_slash(pattern))]
+    contained = [file.path for file in files if _with_slash(file.path).startswith(folder)]
+    for name in (*containing, *contained):
+        raise ConfigurationError(
+            f"{out}: expected an output outside of the inputs, got the input {name}: name another"
+        )
+
+
+def _with_slash(path: str) -> str:
+    """A URL, or an absolute path without links, with "/" at its end."""
+    return (path if is_url(path) else os.path.realpath(path)).rstrip("/") + "/"
+
+
 def parts_of(files: Sequence[InputFile]) -> list[Part]:
     """The parts of files, in order."""
     groups = [(file, group) for file in files for group in range(max(1, len(file.rows)))]

@@ -15,7 +15,7 @@ from serving.batch.columns import BatchColumns
 from serving.batch.inputs import Part
 from serving.batch.outputs import Output
 from serving.batch.partitions import PartitionFiles
-from serving.errors import InvalidRequest, ServingError
+from serving.errors import ConfigurationError, InvalidRequest, ServingError
 
 # Rows that are written together. Like BATCH_ROWS, they bound the memory.
 _WRITTEN_ROWS = 64 << 10
@@ -59,7 +59,7 @@ def score_part(model: Any, job: Job, part: Part, rows_done: Callable[[int], obje
     Raises:
         InvalidRequest: naming file, row group and row, if a row is refused, and what the model expects.
         ServingError: the model cannot answer.
-        ConfigurationError: the row group has too many partitions.
+        ConfigurationError: the file has changed, or is damaged; or the row group has too many partitions.
         OSError: a file cannot be read or written.
     """
     bad_rows: list[BadRow] = []
@@ -149,6 +149,12 @@ def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:
     with part.file.open() as parquet:
         names = columns.of_file(part.file.path, parquet.schema_arrow)
         first = 0
-        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[part.row_group], columns=names):
-            yield first, batch
-            first += batch.num_rows
+        try:
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[part.row_group], columns=names):
+                yield first, batch
+                first += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            part.file.open().close()  # refuses a file that has changed
+            raise ConfigurationError(
+                f"{part.file.path}: row group {part.row_group}: cannot be read: {error}: write the file again"
+            ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from serving.batch.batch_scores import BatchScores
 from serving.batch.columns import BatchColumns, OnError
 from serving.batch.folder_output import FolderOutput
-from serving.batch.inputs import InputFile, Part, find_inputs, parts_of
+from serving.batch.inputs import InputFile, Part, check_outside, find_inputs, parts_of
 from serving.batch.journal import Journal
 from serving.batch.object_output import ObjectOutput
 from serving.batch.objects import split_url
@@ -86,6 +86,7 @@ def score_files(
     columns = BatchColumns(source.inputs(), names or {}, keep)
     check_partition_columns(columns, partition_by)
     files = find_inputs(patterns)
+    check_outside(str(out) if is_url(out) else os.path.abspath(out), patterns, files)
     _check_columns(files, columns, partition_by)
     options = {"columns": dict(names or {}), "keep": [*keep], "nulls": nulls}
     if partition_by:

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any
 
 from serving.batch.inputs import Part
 from serving.batch.part_scores import Job, score_part
+from serving.errors import InternalError
 
 # How often rows are counted that other processes have scored, in seconds.
 _COUNT_S = 0.5
@@ -31,6 +33,7 @@ def score_parts(job: Job, parts: Sequence[Part], workers: int, rows_done: Callab
         rows_done: called with numbers of rows that are done, from time to time.
 
     Raises:
+        InternalError: a process was killed.
         Exception: as `score_part`. Other parts that are being scored are finished before.
     """
     if workers == 1 or len(parts) <= 1:
@@ -56,6 +59,11 @@ def score_parts(job: Job, parts: Sequence[Part], workers: int, rows_done: Callab
                 for future in done:
                     future.result()
                     futures |= {pool.submit(_score, part) for part in islice(waiting, 1)}
+        except BrokenProcessPool as error:
+            raise InternalError(
+                "one of the --workers was killed: if memory was short, `dmesg` says so: run the command again to go "
+                "on, with fewer --workers"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

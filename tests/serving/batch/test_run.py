@@ -20,7 +20,7 @@ from serving.batch import folder_output, part_scores
 from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
 from serving.engine import Engine
-from serving.errors import ConfigurationError, InvalidRequest
+from serving.errors import ConfigurationError, InternalError, InvalidRequest
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, write_day
 from tests.support.deadlines import PATIENT_S
 from tests.support.killed_batches import killed
@@ -165,6 +165,27 @@ def test_what_is_no_output_is_not_replaced(bundle: Path, day: Path, tmp_path: Pa
             score_files(BundleSource(bundle), [str(day)], out, restart=restart)
     assert out.exists()
     assert not (tmp_path / ".scores.scoring").exists()
+
+
+@pytest.mark.parametrize("out", ["days", "days/scores", "days/deep/scores", "link/scores"])
+def test_an_output_in_a_folder_that_is_read_is_refused(bundle: Path, tmp_path: Path, out: str) -> None:
+    """The next run would score its scores."""
+    write_day(tmp_path / "days" / "day.parquet")
+    (tmp_path / "link").symlink_to("days")
+    with pytest.raises(
+        ConfigurationError, match=rf"{out}: expected an output outside of the inputs, got the input .*days"
+    ):
+        score_files(BundleSource(bundle), [str(tmp_path / "days")], tmp_path / out)
+    assert [path.name for path in (tmp_path / "days").iterdir()] == ["day.parquet"]
+
+
+def test_scores_that_a_glob_finds_are_refused(bundle: Path, tmp_path: Path) -> None:
+    write_day(tmp_path / "days" / "day.parquet")
+    run = BundleSource(bundle), [f"{tmp_path}/days/**/*.parquet"], tmp_path / "days" / "scores"
+    keep = day_table().column_names
+    score_files(*run, keep=keep)
+    with pytest.raises(ConfigurationError, match=r"got the input .*days/scores/part-00000\.parquet: name another"):
+        score_files(*run, keep=keep, restart=True)
 
 
 def test_two_runs_at_once_do_not_write_one_output(bundle: Path, day: Path, tmp_path: Path) -> None:
@@ -350,6 +371,30 @@ def test_workers_write_what_one_process_writes(bundle: Path, day: Path, tmp_path
     score_files(source, [str(day)], tmp_path / "alone")
     assert contents(tmp_path / "scores") == contents(tmp_path / "alone")
     assert done[-1] == ROWS
+
+
+def test_a_run_whose_worker_is_killed_goes_on(bundle: Path, day: Path, tmp_path: Path) -> None:
+    def kill(*_: int) -> None:
+        for child in psutil.Process().children():
+            if "spawn_main" in str(child.cmdline()):
+                child.kill()
+
+    with pytest.raises(InternalError, match=r"one of the --workers was killed: .* with fewer --workers"):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", workers=2, progress=kill)
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "scores")
+    score_files(BundleSource(bundle), [str(day)], tmp_path / "alone")
+    assert contents(tmp_path / "scores") == contents(tmp_path / "alone")
+
+
+def test_a_damaged_row_group_is_named(bundle: Path, day: Path, tmp_path: Path) -> None:
+    content = bytearray(day.read_bytes())
+    start = parquet.read_metadata(day).row_group(2).column(day_table().column_names.index("user")).data_page_offset
+    content[start + 60 : start + 80] = bytes(20)
+    day.write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"day\.parquet: row group 2: cannot be read: .*: write the file again"
+    ):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", on_error="skip")
 
 
 @pytest.mark.long
