@@ -20,6 +20,8 @@ import msgspec
 
 # Maximum bytes of a manifest, a settings file, a signature or a file of keys.
 SMALL = 64 << 20
+# The errors of a write that has no room: on the disk, in a quota, or below the limit of a file's size.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
@@ -240,6 +242,17 @@ def leave_out_of_cache(folder: Path, least_bytes: int) -> None:
 
 
 @contextmanager
+def naming_full_disk(path: Path | str) -> Iterator[None]:
+    """During the block, name `path` in errors of writes without room. Python's errors of writes name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterator[BinaryIO]:
     """A new file that replaces `path` when the block ends. If the block fails, the new file is removed.
 
@@ -254,7 +267,7 @@ def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterato
     """
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming_full_disk(path), os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, mode)
             yield file
             file.flush()

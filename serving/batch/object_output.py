@@ -7,13 +7,14 @@ on from another one. Readers such as Spark leave out names that begin with "_".
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from typing import BinaryIO
 
 from serving.batch.inputs import Part
 from serving.batch.journal import Journal, check_continues, decode_journal, other_scores
 from serving.batch.objects import Objects, objects_of
 from serving.errors import ConfigurationError
+from serving.files import naming_full_disk
 
 SUCCESS = "_SUCCESS"
 _JOURNAL = "_journal.json"
@@ -87,7 +88,7 @@ class ObjectOutput:
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """As `Output`. The part is on this machine until it is finished."""
-        with TemporaryFile() as file:
+        with naming_full_disk(gettempdir()), TemporaryFile() as file:
             yield file
             self._objects.write_file(name, file)
 

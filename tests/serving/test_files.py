@@ -1,5 +1,6 @@
 """Whatever lies in place of a file, no command waits for it or is led elsewhere; what an operator links to is followed."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from serving.bundle.load import open_bundle, verify_digests
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.engine import Engine
 from serving.errors import ConfigurationError, ServingError
-from serving.files import open_file, read_file
+from serving.files import open_file, read_file, replacing
 from serving.model.settings import ServingSettings
 from serving.requests.captured import read_captured
 from serving.server.run_file import find_run_file
@@ -39,6 +40,14 @@ def bundle(published: Path, tmp_path: Path) -> Path:
 def test_a_file_is_a_file_of_a_size(tmp_path: Path, kind: Callable[[Path], None]) -> None:
     with pytest.raises(OSError, match=r"expected a file, got|expected at most|No such device or address"):
         read_file(put(tmp_path / "x", kind))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_write_without_room_names_the_file(tmp_path: Path, code: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(code)) as raised, replacing(tmp_path / "scores"):
+        raise OSError(code, os.strerror(code))  # as file.write raises it
+    assert (raised.value.errno, raised.value.filename) == (code, str(tmp_path / "scores"))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_a_link_leads_to_is_a_file_too(tmp_path: Path) -> None:
