@@ -120,35 +120,40 @@ class ServingSettings:
     threads: int = _setting(
         1,
         _between(1, 1024),
-        "Threads of each instance that share the lookup of a large request, each on a core of its own.",
+        "Threads of each instance that share the lookup of a large request. Each uses one core.",
     )
-    merged_requests: int = _setting(64, _between(1, _INT32), "Most requests that one TBE call answers.")
+    merged_requests: int = _setting(64, _between(1, _INT32), "Maximum requests per TBE call.")
     # If one of the next two is set, Triton 2.51 stalls an idle model for up to 500 ms (docs/decisions/0009).
     queue_requests: int = _setting(
         0,
         _between(0, _INT32),
-        "Most requests in Triton's queue. More are refused as UNAVAILABLE. 0: no limit.",
+        "Maximum requests in Triton's queue. More are refused as UNAVAILABLE. 0: no limit.",
         is_parameter=False,
     )
     queue_timeout_ms: int = _setting(
         0,
         _between(0, _INT32),
-        "Longest time in Triton's queue. A request that waits longer is refused as UNAVAILABLE. 0: no limit.",
+        "Maximum time in Triton's queue. A request that waits longer is refused as UNAVAILABLE. 0: no limit.",
         is_parameter=False,
     )
-    max_request_ids: int = _setting(4 << 20, _between(1, _INT32), "Most ids in a request. A larger one is refused.")
-    max_request_samples: int = _setting(
-        64 << 10, _between(1, _INT32), "Most samples in a request. A larger one is refused."
+    max_request_ids: int = _setting(
+        4 << 20, _between(1, _INT32), "Maximum ids in a request. Larger ones are refused."
     )
-    max_call_ids: int = _setting(128 << 10, _between(1, _INT32), "Most ids in a TBE call. More take several calls.")
+    max_request_samples: int = _setting(
+        64 << 10, _between(1, _INT32), "Maximum samples in a request. Larger ones are refused."
+    )
+    max_call_ids: int = _setting(
+        128 << 10, _between(1, _INT32), "Maximum ids per TBE call. Larger batches are split."
+    )
     max_call_samples: int = _setting(
-        16 << 10, _between(1, _INT32), "Most samples in a TBE call. More take several calls."
+        16 << 10, _between(1, _INT32), "Maximum samples per TBE call. Larger batches are split."
     )
     max_sequence_bytes: int = _setting(
         256 << 20,
         _between(1, _INT64),
-        "Most bytes of the unpooled rows that a request asks for, n × dim as FP32, and of the sequences that its "
-        "scores are made of; also of the requests of one group together. Requests for more are refused.",
+        "Maximum bytes of the unpooled rows that a request asks for (n × dim, as FP32), and of the sequences that "
+        "its scores are made of. A request for more is refused. Requests that exceed it only together are answered "
+        "apart.",
     )
     # Under overload, an answer takes at most about twice this time. Twice the default is less than a client's default
     # deadline, 1 s.
@@ -171,10 +176,9 @@ class ServingSettings:
     weights_memory: str = _setting(
         WeightsMemory.MAPPED.value,
         _one_of(WeightsMemory),
-        "Where the weights files are held in memory. 'mapped' (default): in the page cache, in huge pages where the "
-        "kernel has them. 'locked': the same, and never given back. 'huge': in one copy for all instances, on a "
-        "hugetlbfs or a tmpfs with huge=. 'live': in one copy for all instances, on such a file system or in "
-        "/dev/shm, which deltas change while it is served.",
+        "Where the weights are in memory. 'mapped' (default): in the page cache, in huge pages where the kernel can. "
+        "'locked': the same, and never evicted. 'huge': one copy for all instances, on a hugetlbfs or a tmpfs with "
+        "huge=. 'live': one such copy, or one in /dev/shm, whose rows deltas change.",
     )
     # The file is <capture>/<model>.jsonl. Neither per-id weights nor answers are captured.
     capture: str | None = _setting(
@@ -189,7 +193,7 @@ class ServingSettings:
         "Also capture the requests of a TBE call that takes longer than this.",
         unset="Do not capture slow requests.",
     )
-    capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
+    capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Maximum size of the captured file.")
     score_threads: int | None = _setting(
         None,
         _between(1, 1024),
@@ -217,8 +221,8 @@ class ServingSettings:
     shard_timeout_ms: int | None = _setting(
         None,
         _between(1, _INT32),
-        "For a router: longest time for a call to a host, with all attempts. Default: 300. A request that needs a "
-        "slower host is refused as UNAVAILABLE.",
+        "For a router: maximum time of a call to a host, with all attempts. Default: 300. Requests that need a "
+        "slower host are refused as UNAVAILABLE.",
         unset="Use the default.",
         otherwise=300,
         is_of_router=True,
@@ -226,8 +230,8 @@ class ServingSettings:
     on_shard_failure: Mapping[str, str] | None = _setting(
         None,
         Allowed(lambda value: {*value.values()} <= {"error", "zero"} and all(map(is_utf8, value)), "error or zero"),
-        "For a router: what a request gets that needs rows of a lost host. error (default): it is refused. zero: it "
-        "gets zeros in their place. TABLE is a name or a glob. The last match counts.",
+        "For a router: what happens to requests that need rows of a lost host. error (default): they are refused. "
+        "zero: they get zeros for these rows. TABLE is a name or a glob; the last match applies.",
         metavar="[TABLE=]CHOICE",
         unset="Refuse all requests that need a lost host.",
         otherwise={"*": "error"},
@@ -236,7 +240,7 @@ class ServingSettings:
     hosts_root_certificates: str | None = _setting(
         None,
         _ABSOLUTE,
-        "For a router: TLS to hosts. PEM file with the root certificates for theirs.",
+        "For a router: PEM file with root certificates for its hosts' certificates. Without it, no TLS to hosts.",
         unset="No TLS to hosts.",
         is_of_router=True,
     )

@@ -31,6 +31,10 @@ def run(words: list[str], server: Running) -> str:
             ) as response:
                 said: str = response.read().decode()
                 return said
+        case ["curl", "-s", url, "|", "grep", "-E", pattern]:
+            return "\n".join(
+                line for line in run(["curl", "-s", url], server).splitlines() if re.search(pattern, line)
+            )
         case ["tbe-serve", *arguments]:
             options = ["--url", server.grpc] if arguments[0] == "load" else []
             if arguments == ["status"]:
