@@ -27,7 +27,7 @@ DEFINITIONS = {
 HEADER = {"format_version", "requires"}
 # Keys that may be absent, but not null. msgspec reads both as None, and the parser tells them apart.
 NOT_NULL = {"shared_key", "position_weights", "id_map", "hashed", "input_hash_size"}
-(SHARDING_TYPES,) = re.findall(r"^ShardingType = (.+)$", PAGE, re.MULTILINE)
+(SHARDING_TYPES,) = re.findall(r"^ShardingType = (.+?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def types_in(annotation: object) -> dict[str, type[msgspec.Struct]]:
