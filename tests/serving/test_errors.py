@@ -33,4 +33,4 @@ def test_the_page_has_every_error_with_its_status() -> None:
             assert re.search(rf"─ {error.__name__} +{error.code} +{retry} ", page), error
     for error in vars(export.errors).values():
         if isinstance(error, type) and issubclass(error, ExportError):
-            assert re.search(rf"──.*\b{error.__name__} ", page), error
+            assert re.search(rf"──.*\b{error.__name__}\b", page), error
