@@ -50,10 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
     long = dict.fromkeys(name for prefix in LONG_FILES for name in files if name.startswith(prefix))
-    others = [name for name in files if name not in long]
-    place = {name: number * _OTHERS_BETWEEN for number, name in enumerate(long)}
-    place |= {name: number for number, name in enumerate(others)}
-    items[:] = [item for name in sorted(files, key=lambda name: place[name]) for item in files[name]]
+    computing = [name for name in files if name not in long]
+    order = {name: number * _OTHERS_BETWEEN for number, name in enumerate(long)}
+    order |= {name: number for number, name in enumerate(computing)}
+    items[:] = [item for name in sorted(files, key=lambda name: order[name]) for item in files[name]]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ from tests.support import candidate_model
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
 from tests.support.history_model import random_histories, with_histories
 from tests.support.long_cases import one_in
-from tests.support.managed_collision import bags_of, behind, dealt, mch, trained, zch
+from tests.support.managed_collision import bags_of, collection_behind, dealt, mch, trained, zch
 from tests.support.ranker import ranker
 from tests.support.scored_models import EXACT
 from tests.support.sequence_models import Mixed
@@ -164,7 +164,7 @@ def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_pa
         "item": zch(60, 3, max_probe=16, inference_dispatch_div_train_world_size=divided),
         "word": zch(64),
     }
-    bundle = export_model(trained(behind(modules)), tmp_path / "repository", "raw")
+    bundle = export_model(trained(collection_behind(modules)), tmp_path / "repository", "raw")
     reader = Reader(bundle)
     assert "id_maps" in reader.manifest["requires"]
     request = bags_of(np.random.default_rng(0), 30)

@@ -121,7 +121,7 @@ class Router(Reader):
                 for feature, shard, name in self.segments()
                 if shard["rank"] == rank and feature["name"] in bags
             }
-            answers = self.own(bags_of_rank) if rank == OWN else self.ask(rank, bags_of_rank)
+            answers = self.look_up_own(bags_of_rank) if rank == OWN else self.ask(rank, bags_of_rank)
             for name, (feature, shard, _) in bags_of_rank.items():
                 sums[feature][:, slice(*shard["columns"])] += answers[name]
         for feature in self.manifest["features"]:
@@ -147,7 +147,7 @@ class Router(Reader):
             return valid
         return [(id_ if 0 <= id_ < table["rows"] else policy["default_row"], weight) for id_, weight in pairs]
 
-    def own(self, bags_by_name: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+    def look_up_own(self, bags_by_name: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
         """The sums of the router's own rank."""
         return {
             name: np.stack(
@@ -231,10 +231,10 @@ def test_a_router_is_answered_for_by_the_page_alone(
     one = Engine.open(in_one_process(tmp_path, module, config, bundle))
     # Each host has its own bundle, and no other.
     repositories = {}
-    for each in json.loads((bundle / "manifest.json").read_text())["hosts"]:
-        repositories[each["host"]] = tmp_path / str(each["host"])
-        repositories[each["host"]].mkdir()
-        (bundle.parent.parent / each["model"]).rename(repositories[each["host"]] / each["model"])
+    for host in json.loads((bundle / "manifest.json").read_text())["hosts"]:
+        repositories[host["host"]] = tmp_path / str(host["host"])
+        repositories[host["host"]].mkdir()
+        (bundle.parent.parent / host["model"]).rename(repositories[host["host"]] / host["model"])
     router = Router(bundle, repositories)
     assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if has_weights else set())
 
@@ -243,8 +243,8 @@ def test_a_router_is_answered_for_by_the_page_alone(
     expected = one.lookup(jagged if weighted else request)
     assert answered.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 5e-3
-    for name, each in expected.items():
-        answer = each.values if isinstance(each, JaggedRows) else each
+    for name, embeddings in expected.items():
+        answer = embeddings.values if isinstance(embeddings, JaggedRows) else embeddings
         assert answer.dtype == answered[name].dtype
         np.testing.assert_allclose(answered[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

@@ -24,8 +24,8 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: (
             f"{len(files.published_at_once(folder / 'published', 4, 5))} of 20 versions of 4 publishers are whole"
         ),
-        lambda: clients.gone(folder / "cancelled", 2000, cancelled=True).line(),
-        lambda: clients.gone(folder / "deadlines", 2000, cancelled=False).line(),
+        lambda: clients.disconnected(folder / "cancelled", 2000, cancelled=True).line(),
+        lambda: clients.disconnected(folder / "deadlines", 2000, cancelled=False).line(),
         lambda: clients.give_up(folder / "given-up", 20).line(),
         lambda: clients.slow(folder / "slow", 40).line(),
         lambda: memory.shared_memory_full(folder / "full").line(),

@@ -20,7 +20,7 @@ from tests.fuzz.run import METHOD
 from tests.support.servers import (
     FREE,
     add_gate,
-    held,
+    gate_closed,
     metric,
     running,
     until_answered,
@@ -56,7 +56,7 @@ class Gone:
         )
 
 
-def gone(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> Gone:
+def disconnected(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> Gone:
     """A storm of requests whose callers cancel, or whose deadlines pass, `settle_s` before their turn comes."""
     bundle = publish(folder)
     oracle = Oracle(bundle)
@@ -67,7 +67,7 @@ def gone(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> 
         until_answered(client.lookup, oracle.requests[0])  # a busy machine may not connect in time
         assert oracle.is_right(client, 0)
         call = channel.unary_unary(METHOD)
-        with held(bundle):
+        with gate_closed(bundle):
             first = call.future(message(), timeout=60)
             wait_for_execution(bundle)
             before = metric(server, "tbe_requests_total", model="m")
@@ -174,11 +174,11 @@ class Slow:
     """Figures of `slow`: connections that say no more, and lookups beside them."""
 
     connections: int
-    asked: int
+    requests: int
     right: int
 
     def line(self) -> str:
-        return f"beside {self.connections} connections that say no more {self.right} of {self.asked} lookups answered right"
+        return f"beside {self.connections} connections that say no more {self.right} of {self.requests} lookups answered right"
 
 
 def slow(folder: Path, per_kind: int) -> Slow:

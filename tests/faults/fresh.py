@@ -20,7 +20,7 @@ from export import ExportConfig, Sharding, WeightDtype, export_model, publish_de
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings
-from tests.faults.fresh_reader import FEATURES, READ, ROUND, all_rows, read
+from tests.faults.fresh_reader import FEATURES, READ, ROUND, all_rows, read_until_stopped
 from tests.faults.tools import PATIENCE_S
 from tests.support.hosts import export_hosts
 from tests.support.models import Spec, collection
@@ -81,11 +81,11 @@ def changed(folder: Path, seconds: float, seed: int = 0) -> Seen:
         while time.monotonic() < end:
             published.publish()
             if time.monotonic() > next_kill:
-                _kill(server, published.seen, random)
+                _kill(server, published.result, random)
                 next_kill = time.monotonic() + 1.5
             time.sleep(_PERIOD_S)
         published.wait(server.grpc, "m")
-    return published.seen
+    return published.result
 
 
 def hammered(folder: Path, deltas: int, *, on_hosts: bool) -> Seen:
@@ -98,17 +98,17 @@ def hammered(folder: Path, deltas: int, *, on_hosts: bool) -> Seen:
     published = _Published(bundle, np.random.default_rng(0))
     options = ["--local-hosts"] if on_hosts else []
     with running(folder / "r", *options) as server, _reading(server.grpc, model, published, 8):
-        while published.seen.deltas < deltas:
+        while published.result.deltas < deltas:
             published.publish()
         published.wait(server.grpc, model)
-    return published.seen
+    return published.result
 
 
 class _Published:
     """What is published."""
 
     def __init__(self, bundle: Path, random: np.random.Generator) -> None:
-        self.seen = Seen()
+        self.result = Seen()
         # The number of deltas that are published, or are just being.
         self.newest = multiprocessing.get_context("spawn").Value("q", 0)
         self._bundle, self._random = bundle, random
@@ -122,9 +122,9 @@ class _Published:
         self._write({spec.name: ids})
 
     def _write(self, ids: dict[str, npt.NDArray[np.int64]]) -> None:
-        self.seen.deltas += 1
-        self.newest.value = self.seen.deltas
-        number = self.seen.deltas % ROUND
+        self.result.deltas += 1
+        self.newest.value = self.result.deltas
+        number = self.result.deltas % ROUND
         dims = {spec.name: spec.dim for spec in SPECS}
         rows = {name: (value, np.full((value.size, dims[name]), number, np.float32)) for name, value in ids.items()}
         for name, value in ids.items():
@@ -137,7 +137,7 @@ class _Published:
         with LookupClient(url, model, 10) as client:
             while (late := self._late(client)) and time.monotonic() < deadline:
                 time.sleep(0.1)
-        self.seen.late = late
+        self.result.late = late
 
     def _late(self, client: LookupClient) -> int:
         try:
@@ -155,7 +155,9 @@ def _reading(url: str, model: str, published: _Published, clients: int) -> Itera
     """Clients that look at all rows all the time, in the block; in a process of their own."""
     context = multiprocessing.get_context("spawn")
     ready, stopped, figures = context.Event(), context.Event(), context.Queue()
-    process = context.Process(target=read, args=(url, model, published.newest, clients, ready, stopped, figures))
+    process = context.Process(
+        target=read_until_stopped, args=(url, model, published.newest, clients, ready, stopped, figures)
+    )
     process.start()
     assert ready.wait(PATIENCE_S)
     try:
@@ -163,7 +165,7 @@ def _reading(url: str, model: str, published: _Published, clients: int) -> Itera
     finally:
         stopped.set()
         for name, number in figures.get(timeout=PATIENCE_S).items():
-            setattr(published.seen, name, number)
+            setattr(published.result, name, number)
         process.join()
 
 

@@ -27,7 +27,9 @@ def all_rows(client: LookupClient) -> dict[str, npt.NDArray[np.float32]]:
     return {table: np.asarray(answer[feature], np.float32) for table, feature in FEATURES.items()}
 
 
-def read(url: str, model: str, newest: Any, clients: int, ready: Event, stopped: Event, figures: Any) -> None:
+def read_until_stopped(
+    url: str, model: str, newest: Any, clients: int, ready: Event, stopped: Event, figures: Any
+) -> None:
     """Read until it is stopped, then put figures, as of `tests.faults.fresh.Seen`, into a queue.
 
     Args:

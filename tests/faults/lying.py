@@ -57,7 +57,7 @@ class Seen:
         )
 
 
-def asked(client: LookupClient, request: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str | None]:
+def answer_or_error(client: LookupClient, request: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str | None]:
     """The answer, or what was said in place of one."""
     try:
         return client.lookup(request), None
@@ -99,9 +99,9 @@ def lied(folder: Path, times: int) -> Seen:
             needs = caller % 2 == 0
             for request, rows in zip(requests[needs], expected[needs], strict=True):
                 started = time.monotonic()
-                answer, error = asked(clients[caller], request)
+                answer, error = answer_or_error(clients[caller], request)
                 if error is not None and not needs and LATE in error:
-                    answer, error = asked(clients[caller], request)
+                    answer, error = answer_or_error(clients[caller], request)
                 with one_at_a_time:
                     result.longest_s = max(result.longest_s, time.monotonic() - started)
                     if answer is None:

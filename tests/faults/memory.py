@@ -25,13 +25,13 @@ class Huge:
 
     request_bytes: int
     times: int
-    told: set[str]
+    refusals: set[str]
     kept_bytes: list[int]
     right: int
 
     def line(self) -> str:
         return (
-            f"{self.times} requests of {self.request_bytes / 1e9:.1f} GB: {', '.join(sorted(self.told))}, "
+            f"{self.times} requests of {self.request_bytes / 1e9:.1f} GB: {', '.join(sorted(self.refusals))}, "
             f"{self.kept_bytes[-1] / 1e6:+.0f} MB kept"
         )
 
@@ -86,12 +86,12 @@ def lying_lengths(folder: Path) -> tuple[set[str], int]:
 class Full:
     """Figures of `shared_memory_full`: what a request was told that did not fit, and whether later ones were right."""
 
-    told: str
+    message: str
     right: int
-    asked: int
+    requests: int
 
     def line(self) -> str:
-        return f"/dev/shm full: told {self.told.partition(' for key')[0]!r}, then {self.right} of {self.asked} answered right"
+        return f"/dev/shm full: told {self.message.partition(' for key')[0]!r}, then {self.right} of {self.requests} answered right"
 
 
 def shared_memory_full(folder: Path) -> Full:

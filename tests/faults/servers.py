@@ -33,12 +33,12 @@ class Restarted:
     wrong: int
     errors: set[str]
     recovered_s: float
-    left: int
+    left_over: int
 
     def line(self) -> str:
         return (
             f"server killed and started again under load {self.times} times: {self.answers:,} answers, {self.wrong} "
-            f"wrong, all clients answered {self.recovered_s:.1f} s after it was ready, {self.left} processes and "
+            f"wrong, all clients answered {self.recovered_s:.1f} s after it was ready, {self.left_over} processes and "
             "regions left behind"
         )
 

@@ -29,7 +29,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
     assert result.wrong == 0
     assert result.answers >= 8
     assert result.errors <= {"ServerUnavailable", "DeadlineExceeded"}
-    assert result.left == 0
+    assert result.left_over == 0
 
 
 @pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
@@ -118,7 +118,7 @@ def test_publishers_that_meet_all_publish_whole_versions(count: int, tmp_path: P
 def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: bool) -> None:
     """However long it takes the server to hear of it: it is given more time until it has."""
     for settle_s in (1, 5, 30):
-        result = clients.gone(tmp_path / str(settle_s), 300, cancelled=cancelled, settle_s=settle_s)
+        result = clients.disconnected(tmp_path / str(settle_s), 300, cancelled=cancelled, settle_s=settle_s)
         print(result.line())
         assert result.neighbours_right == 16
         if result.looked_up == 0:
@@ -137,7 +137,7 @@ def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path
 @pytest.mark.promise("Clients that begin a call and fall silent delay no other client")
 def test_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
     result = clients.slow(tmp_path, per_kind=8)
-    assert (result.right, result.asked, result.connections) == (200, 200, 48)
+    assert (result.right, result.requests, result.connections) == (200, 200, 48)
 
 
 @pytest.mark.promise("Lengths that promise more ids than the payload holds are refused before anything is allocated")
@@ -150,8 +150,8 @@ def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated
 @pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
 def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     result = memory.shared_memory_full(tmp_path)
-    assert "Failed to increase the shared memory pool size" in result.told
-    assert result.right == result.asked
+    assert "Failed to increase the shared memory pool size" in result.message
+    assert result.right == result.requests
 
 
 @pytest.mark.promise("A request far beyond every limit is refused, and more of them take no more memory")
@@ -160,7 +160,7 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     result = memory.huge(tmp_path, clients.message(25_000_000), times=5)
     print(result.line())
     # Some do not fit into the instance's shared memory beside what the first left there.
-    assert result.told <= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert result.refusals <= {"INVALID_ARGUMENT", "INTERNAL"}
     assert result.right == 16
     assert not keeps_growing(result.kept_bytes, result.request_bytes // 2), result.kept_bytes
 

@@ -34,7 +34,7 @@ def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_bef
 def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
     result = whole.shed(tmp_path, at_once=64)
     print(result.line())
-    assert result.others == []
+    assert result.unexpected == []
     assert result.right > 0
     assert result.refused > 0
     assert result.afterwards == 16
@@ -46,6 +46,6 @@ def test_the_memory_of_huge_dense_inputs_is_given_back(tmp_path: Path) -> None:
     result = memory.huge(tmp_path, whole.large_message(33_000_000), times=5, make_oracle=whole.published)
     print(result.line())
     # Some do not fit into the instance's shared memory beside what the first left there.
-    assert result.told <= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert result.refusals <= {"INVALID_ARGUMENT", "INTERNAL"}
     assert result.right == 16
     assert not keeps_growing(result.kept_bytes, result.request_bytes // 2), result.kept_bytes

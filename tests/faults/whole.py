@@ -174,13 +174,13 @@ class Shed:
 
     right: int
     refused: int
-    others: list[str]
+    unexpected: list[str]
     afterwards: int
 
     def line(self) -> str:
         return (
-            f"of {self.right + self.refused + len(self.others)} requests for scores at once {self.right} answered right, "
-            f"{self.refused} refused, {len(self.others)} otherwise; then {self.afterwards} of 16 right"
+            f"of {self.right + self.refused + len(self.unexpected)} requests for scores at once {self.right} answered right, "
+            f"{self.refused} refused, {len(self.unexpected)} otherwise; then {self.afterwards} of 16 right"
         )
 
 

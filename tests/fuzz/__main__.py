@@ -27,16 +27,16 @@ with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     repository = Path(folder) / "repository"
     with run_server(repository, free, log=Path(folder) / "log") as server, deltas(repository, models):
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
-        asked = fuzz_operations(server, arguments.count // 20, arguments.seed)
+        operations = fuzz_operations(server, arguments.count // 20, arguments.seed)
         recovered_s = recovery_s(server, models[0])
     (Path(folder) / "hosts").mkdir()
     lies = fuzz_hosts(Path(folder) / "hosts", arguments.count // 10, arguments.seed)
-for line in (*outcome.wrong, *asked.wrong, *lies.wrong):
+for line in (*outcome.wrong, *operations.wrong, *lies.wrong):
     print(line, file=sys.stderr)
 if arguments.messages:
     for status, said in outcome.said.items():
         for text, times in said.most_common(12):
             print(f"{times:8,}  {status}  {text!r}")
 recovered = f"after the message that kills a model it served again in {recovered_s:.1f} s"
-print("; ".join((outcome.line(), recovered, asked.line(), lies.line())))
-sys.exit(bool(outcome.wrong or asked.wrong or lies.wrong))
+print("; ".join((outcome.line(), recovered, operations.line(), lies.line())))
+sys.exit(bool(outcome.wrong or operations.wrong or lies.wrong))

@@ -146,7 +146,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if model is None or not _is_version(model, request.model_version):
         return REFUSE
     arrays = _arrays(model, request)
-    features = _asked(model, request)
+    features = _features_of(model, request)
     if arrays is None or features is None:
         return REFUSE
     is_rows = "tables" in request.parameters
@@ -154,7 +154,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if is_rows and "sequences" not in outputs:
         return REFUSE
     values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
-    shared = _once(model, request, features)
+    shared = _shared_names(model, request, features)
     if shared is None:
         return REFUSE
     rows = [len(numbers) for name, numbers in dense.items() if name not in shared and model.dense[name].key is None]
@@ -223,7 +223,7 @@ def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
     return arrays
 
 
-def _asked(model: Model, request: Any) -> dict[str, Feature] | None:
+def _features_of(model: Model, request: Any) -> dict[str, Feature] | None:
     """The features, or tables, that are asked for, in their order; None where the parameters are not right."""
     there = [name for name in ("features", "tables") if name in request.parameters]
     if not there:
@@ -238,7 +238,7 @@ def _asked(model: Model, request: Any) -> dict[str, Feature] | None:
     return {name: available[name] for name in names}
 
 
-def _once(model: Model, request: Any, features: Mapping[str, Feature]) -> Sequence[str] | None:
+def _shared_names(model: Model, request: Any, features: Mapping[str, Feature]) -> Sequence[str] | None:
     """What comes once; None where the parameter is not right."""
     if "once" not in request.parameters:
         return ()

@@ -209,7 +209,7 @@ def _names(request: "pb.ModelInferRequest", model: Model, random: Random) -> Non
         parameter.bool_param = True
 
 
-def _once(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+def _shared(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
     """What comes once, and does not: some names, nobody's, and no names."""
     names = [*model.features, *model.tables, *model.dense]
     some = [names[n] for n in random.permutation(len(names))[: random.integers(1, 4)]]
@@ -288,7 +288,7 @@ def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 
 MUTATIONS: tuple[Callable[["pb.ModelInferRequest", Model, Random], None], ...] = (
-    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows, _once) * 3,
+    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows, _shared) * 3,
     *(_datatype, _typed, _outputs, _model, _id) * 2,
     _gigantic,
     _empty,

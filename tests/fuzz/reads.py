@@ -75,7 +75,7 @@ class Reads(nn.Module):
         return like, attended, first, torch.stack(sent, dim=1), recent[:, :2] + paid * (when % 5).unsqueeze(1)
 
     @staticmethod
-    def behind(embeddings: Doubles, dense: Mapping[str, npt.NDArray[Any]], bags: Bags) -> Answer:
+    def dense_answer(embeddings: Doubles, dense: Mapping[str, npt.NDArray[Any]], bags: Bags) -> Answer:
         """The same in numpy."""
         with np.errstate(invalid="ignore"):
             like = embeddings.sum(1) + dense["price"].sum((1, 2)) + dense["relation"] % 11 + dense["day"][:, 0] % 13

@@ -74,7 +74,7 @@ def _whole(repository: Path, name: str, module: Whole) -> Model:
     row_by_id = dict(zip(raw_ids[::-1], rows[::-1], strict=True))
     features = _features((*MIXED, RAW), module, {**PLAIN, "raw": row_by_id})
     dense = {name: Dense("FP32", (width,)) for name, width in DENSE.items()}
-    scores = Scores(dense, ("like", "both"), lambda embeddings, dense, _: module.behind(embeddings, dense))
+    scores = Scores(dense, ("like", "both"), lambda embeddings, dense, _: module.dense_answer(embeddings, dense))
     return Model(name, bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES, scores)
 
 
@@ -101,7 +101,7 @@ def _that_reads(repository: Path) -> Model:
         )
 
     with_dense_part(repository / "reads" / model.version, Reads(), inputs, OUTPUTS, said)
-    return replace(model, scores=Scores(TYPED, tuple(OUTPUTS), Reads.behind, JAGGED, FIXED, TOGETHER))
+    return replace(model, scores=Scores(TYPED, tuple(OUTPUTS), Reads.dense_answer, JAGGED, FIXED, TOGETHER))
 
 
 def _features(

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from tests.models.inputs import DIM, POOLED, ROWS, NamedModel, ids, of, positional
-from tests.models.sequences import LONGEST, Rows, not_empty, seen
+from tests.models.sequences import LONGEST, Rows, histories, not_empty
 from tests.support.models import collection
 from tests.support.sequence_models import sequences
 
@@ -195,12 +195,12 @@ class Scaled(Rows):
 
 
 ATTENTION: dict[str, NamedModel] = {
-    "din": NamedModel(OfTarget, positional(seen)),
+    "din": NamedModel(OfTarget, positional(histories)),
     "din_with_pooled_target": NamedModel(
         OfPooledTarget,
         positional(lambda random, n: ids(random, n, "item_id", "seen", "target", "visited", most=LONGEST)),
     ),
-    "mind": NamedModel(Interests, positional(seen)),
+    "mind": NamedModel(Interests, positional(histories)),
     "heads_in_batch": NamedModel(HeadsInBatch, positional(lambda random, n: of(random, ROWS[1].rows, n, LONGEST))),
     "sasrec": NamedModel(Causal, positional(not_empty)),
     "bert4rec": NamedModel(Bidirectional, positional(not_empty)),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.models.inputs import DIM, POOLED, ROWS, WIDTH, Example, NamedModel, dense, ids, numbers, of, positional
-from tests.support.managed_collision import behind, mch, trained
+from tests.support.managed_collision import collection_behind, mch, trained
 from tests.support.managed_collision import kjt_of as kjt_of_raw
 from tests.support.models import Spec, collection
 from tests.support.sequence_models import sequences
@@ -219,7 +219,7 @@ class RawIds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = trained(behind({"page": mch(40)}, RAW), keys=("pages",))
+        self.rows = trained(collection_behind({"page": mch(40)}, RAW), keys=("pages",))
         self.top = nn.Linear(DIM, 1)
 
     def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
@@ -255,7 +255,7 @@ class AllOfOneLength(Rows):
         return self.top(both.transpose(0, 1).flatten(1, 2).amax(dim=1))  # type: ignore[no-any-return]
 
 
-def seen(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
+def histories(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
     return ids(random, samples, "seen", "target", "visited", most=LONGEST)
 
 
@@ -272,7 +272,7 @@ def all_of_one_length(random: np.random.Generator, samples: int) -> KeyedJaggedT
     return ids(random, samples, "seen", "target", "visited", least=LONGEST, most=LONGEST)
 
 
-def beside(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
+def histories_and_pooled(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
     return ids(random, samples, "user_id", "seen", "target", "visited", most=LONGEST)
 
 
@@ -282,7 +282,7 @@ def raw(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
 
 
 def events(random: np.random.Generator, samples: int) -> Example:
-    keyed = seen(random, samples)
+    keyed = histories(random, samples)
     lengths = keyed["seen"].lengths()
     return (Events(keyed, {"seen_price": JaggedTensor(numbers(random, int(lengths.sum()), 1), lengths=lengths)}),)
 
@@ -301,7 +301,7 @@ OF_SEEN: dict[str, Callable[[], nn.Module]] = {
 }
 
 SEQUENCES: dict[str, NamedModel] = {
-    name: NamedModel(module, positional(seen)) for name, module in OF_SEEN.items()
+    name: NamedModel(module, positional(histories)) for name, module in OF_SEEN.items()
 } | {
     "longest_of_batch": NamedModel(OwnLongest, positional(not_empty)),
     "norms_of_longest": NamedModel(NormsOfPadded, positional(not_empty)),
@@ -309,6 +309,6 @@ SEQUENCES: dict[str, NamedModel] = {
     "sequences_of_one_length": NamedModel(OneLength, positional(one_length)),
     "all_of_one_length": NamedModel(AllOfOneLength, positional(all_of_one_length)),
     "numbers_by_event": NamedModel(Measured, events),
-    "beside_pooled": NamedModel(BesidePooled, positional(beside, dense)),
+    "beside_pooled": NamedModel(BesidePooled, positional(histories_and_pooled, dense)),
     "raw_ids": NamedModel(RawIds, positional(raw)),
 }

@@ -140,7 +140,7 @@ def test_a_signature_is_there_before_its_delta(url: str, s3: S3, signed_reposito
     key = signed_repository / "key.pem"
     path = publish(bundle, url, 1, [3], signing_key=key)
     (signature,) = path.parent.glob("*.sig")
-    put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, path)[:12])]
+    put = [key for method, key in s3.requests() if method == "PUT" and key.startswith(key_of(url, path)[:12])]
     assert put == [key_of(url, signature), key_of(url, path)]
 
 
@@ -249,9 +249,9 @@ def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
     paths = [publish(bundle, url, number, [3]) for number in (1, 2, 3)]
     machine("second")
     assert brought(bundle, url) == [1, 2, 3]
-    calls_before = len(s3.asked())
+    calls_before = len(s3.requests())
     assert brought(bundle, url) == [1, 2, 3]
-    assert [key for method, key in s3.asked()[calls_before:] if key.endswith(".safetensors")] == []
+    assert [key for method, key in s3.requests()[calls_before:] if key.endswith(".safetensors")] == []
     second = publish(bundle, url, 4, [3])  # knows the numbers of the first machine
     machine("first")
     assert brought(bundle, url) == [1, 2, 3, 4]
@@ -282,14 +282,16 @@ def test_a_machine_brings_squashed_deltas_in_place_of_each(
 
     def gotten() -> list[str]:
         """What is brought now, and no more when it is asked for again."""
-        asked, store = len(s3.asked()), DeltaStore(f"{url}.deltas")
+        calls_before, store = len(s3.requests()), DeltaStore(f"{url}.deltas")
         store.refresh(bundle_lineage)
         names = [
-            key.rpartition("/")[2] for method, key in s3.asked()[asked:] if method == "GET" and "safetensors" in key
+            key.rpartition("/")[2]
+            for method, key in s3.requests()[calls_before:]
+            if method == "GET" and "safetensors" in key
         ]
-        asked = len(s3.asked())
+        calls_before = len(s3.requests())
         store.refresh(bundle_lineage)
-        assert [key for method, key in s3.asked()[asked:] if "safetensors" in key] == []
+        assert [key for method, key in s3.requests()[calls_before:] if "safetensors" in key] == []
         return sorted(names)
 
     machine("up to date")

@@ -26,7 +26,7 @@ from tests.support.managed_collision import (
     assert_equal,
     assert_right,
     bags_of,
-    behind,
+    collection_behind,
     kjt_of,
     managed,
     mch,
@@ -67,7 +67,9 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     keys = [key for spec in specs for key in spec.features]
     seed = data.draw(st.integers(0, 1000))
     key_order = data.draw(st.permutations(keys), label="the order of keys in training")
-    module = trained(behind(modules, specs, seed=seed), seed, data.draw(st.integers(0, 5), label="steps"), key_order)
+    module = trained(
+        collection_behind(modules, specs, seed=seed), seed, data.draw(st.integers(0, 5), label="steps"), key_order
+    )
     ranks = data.draw(st.integers(1, 3), label="ranks")
     kind = data.draw(st.sampled_from(["row_wise", "table_wise", "column_wise", "data_parallel"]))
     kind = "table_wise" if kind == "row_wise" and min(spec.rows for spec in specs) < ranks else kind
@@ -111,7 +113,7 @@ def test_every_dtype_and_every_command(specs: Several[Spec], tmp_path: Path) -> 
 
 def test_weights_of_ids_are_those_that_were_sent(tmp_path: Path) -> None:
     specs = [Spec("a", 40, 8, "SUM", ("x", "y")), Spec("b", 30, 8, "SUM", ("z",))]
-    module = trained(behind({"a": mch(40), "b": zch(30)}, specs, weighted=True), keys="xyz")
+    module = trained(collection_behind({"a": mch(40), "b": zch(30)}, specs, weighted=True), keys="xyz")
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
     bags = bags_of(np.random.default_rng(3), 7, "xyz")
     expected = right(module, bags, weighted=True)

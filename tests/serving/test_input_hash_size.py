@@ -32,7 +32,7 @@ from tests.support.long_cases import one_in
 from tests.support.managed_collision import (
     assert_equal,
     assert_right,
-    behind,
+    collection_behind,
     dealt,
     fill,
     managed,
@@ -103,7 +103,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     segments = np.cumsum([0, *data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5), label="buckets")])
     rows, buckets = int(segments[-1]), segments.size - 1
     size = data.draw(st.integers(1, 300) | st.integers(1, LARGEST), label="size")
-    module: Any = behind(
+    module: Any = collection_behind(
         {
             "a": zch(
                 rows,
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_exported_as_the_module_is(pooling: str, tmp_path: Path)
     bundle = export_model(undealt(pooling=pooling), tmp_path / "r", "m", checkpoint=checkpoint)
     assert open_bundle(bundle).manifest.tables == open_bundle(expected).manifest.tables
     assert (bundle / IDS).read_bytes() == (expected / IDS).read_bytes()
-    other = behind({"dealt": zch(36, 2, input_hash_size=100)}, [Spec("dealt", 36, 8, pooling, ("x", "y"))])
+    other = collection_behind({"dealt": zch(36, 2, input_hash_size=100)}, [Spec("dealt", 36, 8, pooling, ("x", "y"))])
     with pytest.raises(CheckpointError, match="expected a checkpoint of 2 buckets, as the module has, got one of 3"):
         export_model(other, tmp_path / "r", "m", checkpoint=checkpoint)
 
@@ -242,7 +242,7 @@ def test_a_damaged_map_never_reaches_fbgemm(tmp_path: Path) -> None:
 
 def both() -> Any:
     """A key that two tables read, whose modules take other ids; and one that takes row numbers."""
-    other = behind(
+    other = collection_behind(
         {"other": zch(20, 2, input_hash_size=50), "word": mch(30)},
         [Spec("other", 20, 8, "SUM", ("x",)), Spec("word", 30, 8, "SUM", ("y",))],
         seed=1,

@@ -41,7 +41,7 @@ from tests.support.history_model import (
     sums,
     with_histories,
 )
-from tests.support.managed_collision import behind, mch, trained
+from tests.support.managed_collision import collection_behind, mch, trained
 from tests.support.managed_collision import kjt_of as raw_kjt_of
 from tests.support.models import Spec, collection
 from tests.support.sequence_models import FP32, POOLED, Mixed, sequences
@@ -59,7 +59,9 @@ def engine(bundle: Path) -> Engine:
     return Engine.open(bundle)
 
 
-def asked(bags: Any, dense: Any, shared: Sequence[str] = (), outputs: Sequence[str] = tuple(OUTPUTS)) -> Tensors:
+def tensors_of_request(
+    bags: Any, dense: Any, shared: Sequence[str] = (), outputs: Sequence[str] = tuple(OUTPUTS)
+) -> Tensors:
     return replace(encode(bags, (), shared), outputs=outputs, dense=encode_dense(INPUTS, dense))
 
 
@@ -71,7 +73,9 @@ def check(engine: Engine, module: Mixed, relative: bool = False, tolerance: floa
     """Requests of all sizes, each alone and all at once, beside lookups."""
     random = np.random.default_rng(0)
     requests = [random_histories(random, number % 5, longest=number % 4 * 3) for number in range(20)]
-    answers = together(engine, [asked(*request) for request in requests] + [encode({"words": [[1, 2]]})] * 2)
+    answers = together(
+        engine, [tensors_of_request(*request) for request in requests] + [encode({"words": [[1, 2]]})] * 2
+    )
     for request, answer in zip(requests, answers, strict=False):
         right = expected(module, *request, relative)
         assert_scores(answer, right, tolerance)
@@ -98,7 +102,7 @@ def test_merging_does_not_change_an_answer(engine: Engine, data: st.DataObject) 
             st.lists(st.sampled_from([*OUTPUTS, "sequences"]), min_size=1, unique=True), label="outputs"
         )
         bags |= {name: user[name] for name in shared}
-        requests.append(asked(bags, dense, shared, outputs))
+        requests.append(tensors_of_request(bags, dense, shared, outputs))
     for request, answer in zip(requests, together(engine, requests), strict=True):
         alone = engine.outputs(request)
         assert answer.keys() == alone.keys() == {*request.outputs}
@@ -116,9 +120,9 @@ def test_features_may_be_asked_for_in_any_order(engine: Engine) -> None:
 def test_rows_are_answered_only_where_they_are_asked_for(engine: Engine) -> None:
     bags, dense = random_histories(np.random.default_rng(2), 4)
     right = engine.lookup(bags)
-    (alone,) = together(engine, [asked(bags, dense)])
+    (alone,) = together(engine, [tensors_of_request(bags, dense)])
     assert list(alone) == list(OUTPUTS)
-    (both,) = together(engine, [asked(bags, dense, outputs=("total", "sequences", "embeddings"))])
+    (both,) = together(engine, [tensors_of_request(bags, dense, outputs=("total", "sequences", "embeddings"))])
     assert both.keys() == {"total", "sequences", "embeddings"}
     np.testing.assert_array_equal(both["total"], alone["total"])
     rows = np.concatenate([right[name].values.ravel() for name in ("recent", "seen", "words")])
@@ -141,7 +145,14 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, shared: list[str
     right = expected(MODULE, repeated, every)
     assert_scores(engine.score(short, inputs, shared=shared), right)
     neighbours = [random_histories(random, number) for number in range(3)]
-    answers = together(engine, [asked(*neighbours[1]), asked(short, inputs, shared), asked(*neighbours[2])])
+    answers = together(
+        engine,
+        [
+            tensors_of_request(*neighbours[1]),
+            tensors_of_request(short, inputs, shared),
+            tensors_of_request(*neighbours[2]),
+        ],
+    )
     assert_scores(answers[1], right)
     for other, answer in zip(neighbours[1:], answers[::2], strict=True):
         assert_scores(answer, expected(MODULE, *other))
@@ -182,8 +193,10 @@ def test_ids_outside_are_zero_rows_and_are_seen_as_they_were_sent(tmp_path: Path
     for bags, _ in requests[1:]:
         bags["recent"][1] = [-1, 5, -7]
         bags["genres"][2] = [-1, 3]
-    bad = asked({**requests[0][0], "words": [[1000], [], []]}, requests[0][1])
-    answers = together(engine, [asked(*requests[0]), bad, *(asked(*request) for request in requests[1:])])
+    bad = tensors_of_request({**requests[0][0], "words": [[1000], [], []]}, requests[0][1])
+    answers = together(
+        engine, [tensors_of_request(*requests[0]), bad, *(tensors_of_request(*request) for request in requests[1:])]
+    )
     assert isinstance(answers.pop(1), InvalidRequest)
     for request, answer in zip(requests, answers, strict=True):
         assert_scores(answer, expected(MODULE, *request))
@@ -194,7 +207,7 @@ class OfRaw(nn.Module):
         super().__init__()
         self.pooled = collection(POOLED)
         specs = [Spec("item", 60, 16, "NONE", ("recent",))]
-        self.rows = trained(behind({"item": mch(60)}, specs), keys=("recent",))
+        self.rows = trained(collection_behind({"item": mch(60)}, specs), keys=("recent",))
 
 
 class Firsts(nn.Module):
@@ -381,7 +394,7 @@ def test_others_are_refused_by_key_and_sample(fixed: Engine, recent: Any, shared
 )
 def test_wrong_lengths_are_refused_before_they_are_used(engine: Engine, lengths: list[int], why: str) -> None:
     wrong = replace(
-        asked(*random_histories(np.random.default_rng(0), 2)),
+        tensors_of_request(*random_histories(np.random.default_rng(0), 2)),
         values=np.array([1, 2]),
         lengths=np.array(lengths, np.int32),
     )
@@ -403,23 +416,27 @@ def bytes_of(bags: Mapping[str, Any], recent: int = 1) -> int:
 
 def test_what_scores_are_made_of_is_limited_for_a_request_and_a_group(engine: Engine) -> None:
     bags, dense = random_histories(np.random.default_rng(4), 6)
-    request = accept(engine.schema, asked(bags, dense))
+    request = accept(engine.schema, tensors_of_request(bags, dense))
     assert request.jagged_bytes == bytes_of(bags)
     tight = ServingSettings(max_sequence_bytes=request.jagged_bytes)
-    assert accept(engine.schema, asked(bags, dense), tight).samples == 6
+    assert accept(engine.schema, tensors_of_request(bags, dense), tight).samples == 6
     with pytest.raises(
         InvalidRequest, match=r"bytes of sequences: expected at most \d+ in a request, got \d+: send several"
     ):
-        accept(engine.schema, asked(bags, dense), replace(tight, max_sequence_bytes=request.jagged_bytes - 1))
+        accept(
+            engine.schema,
+            tensors_of_request(bags, dense),
+            replace(tight, max_sequence_bytes=request.jagged_bytes - 1),
+        )
     assert [*grouped([request] * 3, tight)] == [[0], [1], [2]]
     assert [*grouped([request] * 4, replace(tight, max_sequence_bytes=2 * request.jagged_bytes))] == [[0, 1], [2, 3]]
     lookup = accept(engine.schema, encode({"user_id": [[1]]}))
     assert lookup.jagged_bytes == 0
 
     user = {**bags, "recent": [[1, 2, 3]]}
-    shared = accept(engine.schema, asked(user, dense, ["recent"]))
+    shared = accept(engine.schema, tensors_of_request(user, dense, ["recent"]))
     assert shared.jagged_bytes == bytes_of(user, recent=6)
-    both = asked(bags, dense, outputs=("total", "sequences"))
+    both = tensors_of_request(bags, dense, outputs=("total", "sequences"))
     rows = sum(len(bag) for name in ("recent", "seen", "words") for bag in bags[name]) * 32 * 4
     with pytest.raises(InvalidRequest, match=f"got {bytes_of(bags) + rows}: "):
         accept(engine.schema, both, tight)

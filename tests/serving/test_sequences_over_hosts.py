@@ -24,7 +24,7 @@ from tests.support.sequence_models import FP32, SPECS, Mixed, assert_mixed, chec
 from tests.support.servers import at_once, lose
 
 
-def noted(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def recording_order(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*arguments: Any) -> Any:
         order.append(name)
         return function(*arguments)
@@ -65,7 +65,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             order: list[str] = []
             for name in ("ask", "sums"):
                 kind = HostCallers if name == "ask" else HostCall
-                monkeypatch.setattr(kind, name, noted(order, name, getattr(kind, name)))
+                monkeypatch.setattr(kind, name, recording_order(order, name, getattr(kind, name)))
             assert_mixed(engine.lookup(bags), module, bags)
             asks = order.count("ask")
             assert asks > 1

@@ -74,11 +74,11 @@ def test_what_is_pushed_comes_back_as_it_was(url: str, s3: S3, signed_repository
     said = tbe_export("push", str(repository / "m"), url).stdout
     assert said == f"published {url}/m/1\npublished {url}/m/2\n"
     # The claim of the number comes first; the manifest, with which the version is there, comes last.
-    put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, "m/2/"))]
+    put = [key for method, key in s3.requests() if method == "PUT" and key.startswith(key_of(url, "m/2/"))]
     assert put[0] == key_of(url, "m/2/manifest.sha256")
     assert put[-1] == key_of(url, "m/2/manifest.json")
     assert tbe_export("push", str(repository / "m"), url).stdout == ""  # it has all of it
-    assert [key for method, key in s3.asked() if method == "PUT"].count(put[-1]) == 1
+    assert [key for method, key in s3.requests() if method == "PUT"].count(put[-1]) == 1
 
     for version in (1, 2):
         assert Store(url).pull("m", version, tmp_path / "here")
@@ -124,7 +124,7 @@ def test_hosts_come_before_their_router(url: str, s3: S3) -> None:
     with staged(url, "m") as repository:
         export_model(collection(SUM), repository, "m", config)
     assert versions_in(Store(url).names()) == {"m": (1,), "m-host-0": (1,), "m-host-1": (1,)}
-    manifests = [key for method, key in s3.asked() if method == "PUT" and key.endswith("/manifest.json")]
+    manifests = [key for method, key in s3.requests() if method == "PUT" and key.endswith("/manifest.json")]
     assert manifests[-3:] == [key_of(url, f"{model}/1/manifest.json") for model in ("m-host-0", "m-host-1", "m")]
 
 
@@ -375,12 +375,12 @@ def test_what_was_interrupted_goes_on(
         "too much": weights + b".",
     }
     (draft / "weights.0.bin").write_bytes(begun[state])
-    before = len(s3.asked())
+    before = len(s3.requests())
     assert Store(url).pull("m", 1, tmp_path / "here")
     assert contents(tmp_path / "here" / "m" / "1") == contents(large)
     assert [path.name for path in draft.parent.iterdir()] == ["lock"]
     assert (
-        s3.asked()[before:].count(("GET", key_of(url, "m/1/weights.0.bin")))
+        s3.requests()[before:].count(("GET", key_of(url, "m/1/weights.0.bin")))
         == asked_again + (state == "nothing right") * 2
     )
 
@@ -432,11 +432,11 @@ def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp
 
 def test_those_who_bring_the_same_wait_for_one(large: Path, url: str, s3: S3, tmp_path: Path) -> None:
     list(push(large.parent, Store(url)))
-    before = len(s3.asked())
+    before = len(s3.requests())
     with ThreadPoolExecutor(4) as pool:
         brought = list(pool.map(lambda _: Store(url).pull("m", 1, tmp_path / "here"), range(4)))
     assert sorted(brought) == [False, False, False, True]
-    assert s3.asked()[before:].count(("GET", key_of(url, "m/1/program.pt"))) == 1
+    assert s3.requests()[before:].count(("GET", key_of(url, "m/1/program.pt"))) == 1
 
 
 def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from serving.client import LookupClient, Retries
 from serving.model.settings import ServingSettings
 from serving.requests.captured import read_captured
 from serving.server import Server, run_server
-from tests.support.managed_collision import bags_of, behind, mch, trained
+from tests.support.managed_collision import bags_of, collection_behind, mch, trained
 from tests.support.models import SUM, Bags, Spec, collection, random_bags
 from tests.support.mutable_tables import PATIENCE_S, changed_rows
 from tests.support.position_weights import LONGEST, positioned
@@ -103,7 +103,9 @@ def with_price(bags: dict[str, Bags], random: np.random.Generator, samples: int)
 def models() -> dict[str, Served]:
     torch.manual_seed(0)
     raw = Pairs(
-        trained(behind({spec.name: mch(spec.rows) for spec in RAW}, RAW)), ("user_id", "item_id", "recent"), 48
+        trained(collection_behind({spec.name: mch(spec.rows) for spec in RAW}, RAW)),
+        ("user_id", "item_id", "recent"),
+        48,
     )
     attention = meeting(28)
     weighed = Pairs(positioned(), ("user_id", "item_id", "recent", "words"), 16 + 64 + 48)

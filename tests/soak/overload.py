@@ -24,7 +24,7 @@ class Overloaded:
         usual_p99_s: of answers at 80 % of capacity.
         answers_per_s, p99_s: of answers under too much load.
         refused: how many of them were refused, and `refused_p99_s`, after how long.
-        others: what else failed, by kind.
+        unexpected: what else failed, by kind.
         recovered_s: from the end of that load until a window of half a second is as usual; None if none was.
     """
 
@@ -34,7 +34,7 @@ class Overloaded:
     p99_s: float
     refused: int
     refused_p99_s: float
-    others: dict[str, int]
+    unexpected: dict[str, int]
     recovered_s: float | None
     checked: int
     wrong: list[str]
@@ -46,7 +46,7 @@ class Overloaded:
             f"{TIMES} × a capacity of {self.capacity_per_s:.0f}/s: {self.answers_per_s:.0f} answers/s, {self.checked:,} "
             f"checked, {len(self.wrong)} wrong, p99 {1e3 * self.p99_s:.0f} ms where it was {1e3 * self.usual_p99_s:.0f} "
             f"({self.p99_s / self.usual_p99_s:.1f}×); {self.refused:,} refused, p99 {1e3 * self.refused_p99_s:.0f} ms; "
-            f"{sum(self.others.values())} failed otherwise; as before {recovered}"
+            f"{sum(self.unexpected.values())} failed otherwise; as before {recovered}"
         )
 
 
@@ -68,7 +68,7 @@ def overload(folder: Path, seconds: float) -> Overloaded:
         p99_s=_p99_s(much.latencies_s),
         refused=errors.pop("ServerUnavailable", 0),
         refused_p99_s=_p99_s(much.errors_s),
-        others=errors,
+        unexpected=errors,
         recovered_s=_WINDOW_S * (as_usual.index(True) + 1) if True in as_usual else None,
         checked=sum(run.checked for run in (usual, much, *after)),
         wrong=_wrong(usual, much, *after),

@@ -128,7 +128,7 @@ def fake_hosts(router: Path) -> Iterator[Mapping[int, FakeHost]]:
 MEGABYTES = 200
 
 
-def another(**fields: Any) -> Behaviour:
+def answer_with(**fields: Any) -> Behaviour:
     """Other fields of the response."""
 
     def edit(response: Any) -> None:
@@ -202,13 +202,16 @@ TOO_LARGE = r"RESOURCE_EXHAUSTED: .*larger than max"
 # Wrong behaviours, each with a pattern of the error that the router raises.
 BEHAVIOURS: dict[str, tuple[Behaviour, str]] = {
     "another model": (
-        another(model_name="movies-host-9"),
+        answer_with(model_name="movies-host-9"),
         r"expected an answer of 'movies-host-\d' version '1', got",
     ),
-    "no model": (another(model_name=""), r"got one of '' version '1'$"),
-    "another version": (another(model_version="2"), r"got one of 'movies-host-\d' version '2'$"),
-    "no version": (another(model_version=""), r"got one of 'movies-host-\d' version ''$"),
-    "a model called by control characters": (another(model_name="\x1b[2J\n" * 99), r"got one of '\\x1b\[2J\\n\\x1b"),
+    "no model": (answer_with(model_name=""), r"got one of '' version '1'$"),
+    "another version": (answer_with(model_version="2"), r"got one of 'movies-host-\d' version '2'$"),
+    "no version": (answer_with(model_version=""), r"got one of 'movies-host-\d' version ''$"),
+    "a model called by control characters": (
+        answer_with(model_name="\x1b[2J\n" * 99),
+        r"got one of '\\x1b\[2J\\n\\x1b",
+    ),
     "another output": (output(name="sequences"), r"expected 'embeddings' of FP32 .*, got 'sequences'"),
     "no name of an output": (output(name=""), r"got '' of 'FP32'"),
     "FP16": (edited(halved), r"expected 'embeddings' of FP32 .*, got 'embeddings' of 'FP16'"),

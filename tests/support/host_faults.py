@@ -92,7 +92,7 @@ class Faulty:
         """As `movies` has them."""
         return {host: [self.relays["b" if host == self.lost else "a"].address] for host in (0, 1)}
 
-    def at(self, *relays: str) -> dict[int, list[str]]:
+    def addresses_of(self, *relays: str) -> dict[int, list[str]]:
         """Both hosts at the same servers."""
         return {host: [self.relays[relay].address for relay in relays] for host in (0, 1)}
 
@@ -101,7 +101,7 @@ class Faulty:
         return {name for name, hosts in open_plan(self.versions[1]).items() if host in hosts}
 
     @property
-    def kept(self) -> list[str]:
+    def unaffected(self) -> list[str]:
         """The features that need nothing of the host `lost`."""
         return [spec.features[0] for spec in SPECS if spec.name not in self.tables_of(self.lost)]
 

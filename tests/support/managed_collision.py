@@ -47,7 +47,7 @@ def zch(rows: int, buckets: int = 1, **options: Any) -> HashZchManagedCollisionM
     return HashZchManagedCollisionModule(rows, CPU, buckets, **options)
 
 
-def behind(
+def collection_behind(
     modules: Mapping[str, nn.Module], specs: Sequence[Spec] = SPECS, *, weighted: bool = False, seed: int = 0
 ) -> BaseManagedCollisionEmbeddingCollection:
     """A collection behind `modules`: one that pools, or where nothing is pooled an EmbeddingCollection."""
@@ -64,7 +64,9 @@ def behind(
 
 def untrained(specs: Sequence[Spec] = SPECS) -> BaseManagedCollisionEmbeddingCollection:
     """A module of each kind; also for `--model`."""
-    return behind({"user": mch(48), "item": zch(60, 3, max_probe=16), "word": mch(64, LRU_EvictionPolicy)}, specs)
+    return collection_behind(
+        {"user": mch(48), "item": zch(60, 3, max_probe=16), "word": mch(64, LRU_EvictionPolicy)}, specs
+    )
 
 
 def managed(specs: Sequence[Spec] = SPECS) -> BaseManagedCollisionEmbeddingCollection:
@@ -77,7 +79,7 @@ def undealt(
 ) -> BaseManagedCollisionEmbeddingCollection:
     """HashZch with an `input_hash_size`: it takes no other ids. Also for `--model`."""
     module = zch(12 * buckets, buckets, input_hash_size=size, inference_dispatch_div_train_world_size=divided)
-    return behind({"dealt": module}, [Spec("dealt", 12 * buckets, 8, pooling, ("x", "y"))])
+    return collection_behind({"dealt": module}, [Spec("dealt", 12 * buckets, 8, pooling, ("x", "y"))])
 
 
 def dealt(

@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.support.managed_collision import CPU, POLICIES, bags_of, behind, kjt_of, numbers_of
+from tests.support.managed_collision import CPU, POLICIES, bags_of, collection_behind, kjt_of, numbers_of
 from tests.support.models import Spec
 from tests.support.two_processes import WORLD_SIZE, process_group, spawn_both
 
@@ -30,7 +30,7 @@ STEPS = 8
 def whole() -> nn.ModuleDict:
     """The model, untrained."""
     module = MCHManagedCollisionModule(48, CPU, POLICIES[0](), eviction_interval=2, buckets=WORLD_SIZE)
-    return nn.ModuleDict({"sparse": behind({"user": module}, [Spec("user", 48, 16, "SUM", ("x",))])})
+    return nn.ModuleDict({"sparse": collection_behind({"user": module}, [Spec("user", 48, 16, "SUM", ("x",))])})
 
 
 def train(rank: int, folder: str, meeting: str) -> None:

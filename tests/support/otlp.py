@@ -33,7 +33,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def __init__(self) -> None:
         self.endpoint = ""
-        self._seen: list[Seen] = []
+        self._spans: list[Seen] = []
         self._lock = threading.Lock()
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002  gRPC's own name
@@ -41,7 +41,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             for resource in request.resource_spans:
                 service = _values(resource.resource.attributes)["service.name"]
                 for scope in resource.scope_spans:
-                    self._seen += [Seen(service, span) for span in scope.spans]
+                    self._spans += [Seen(service, span) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def of(self, trace: str, is_enough: Callable[[list[Seen]], bool] = lambda _: True) -> list[Seen]:
@@ -49,7 +49,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                spans = [span for span in self._seen if span.span.trace_id.hex() == trace]
+                spans = [span for span in self._spans if span.span.trace_id.hex() == trace]
             if is_enough(spans):
                 return spans
             assert time.monotonic() < deadline, [span.span.name for span in spans]
@@ -57,7 +57,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def all(self) -> list[Seen]:
         with self._lock:
-            return [*self._seen]
+            return [*self._spans]
 
 
 def _values(attributes: Any) -> dict[str, Any]:

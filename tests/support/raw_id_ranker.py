@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.managed_collision import behind, ids_of, mch, trained
+from tests.support.managed_collision import collection_behind, ids_of, mch, trained
 from tests.support.models import MIXED, Bags, Spec, collection, random_bags
 
 RAW = Spec("raw", 40, 8, "SUM", ("raw_ids",))
@@ -25,7 +25,7 @@ class Whole(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.plain = collection(MIXED, seed=seed)
-        self.raw = trained(behind({"raw": mch(RAW.rows)}, [RAW], seed=seed), keys=RAW.features)
+        self.raw = trained(collection_behind({"raw": mch(RAW.rows)}, [RAW], seed=seed), keys=RAW.features)
         torch.manual_seed(seed)
         self.of_price, self.of_age = nn.Linear(DENSE["price"], 4), nn.Linear(DENSE["age"], 4)
         width = sum(spec.dim * len(spec.features) for spec in (*MIXED, RAW))
@@ -36,7 +36,7 @@ class Whole(nn.Module):
         every = self.top(torch.cat([*pooled, self.of_price(price), self.of_age(age).relu()], dim=1))
         return {"like": every[:, 0].sigmoid(), "both": every[:, 1:]}
 
-    def behind(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
+    def dense_answer(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
         """The forward behind the collections, by numpy."""
         age = np.maximum(_linear(self.of_age, dense["age"]), 0)
         every = _linear(self.top, np.concatenate([embeddings, _linear(self.of_price, dense["price"]), age], axis=1))
@@ -51,9 +51,9 @@ class Meeting(Whole):
         scores = super().forward(ids, price, age)
         return scores | {"both": scores["both"] + (price - 5).relu().sum() * 0.1}
 
-    def behind(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
+    def dense_answer(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
         """As of `Whole`."""
-        scores = super().behind(embeddings, dense)
+        scores = super().dense_answer(embeddings, dense)
         with np.errstate(invalid="ignore"):
             return scores | {"both": scores["both"] + np.maximum(dense["price"] - 5, 0).sum() * 0.1}
 

@@ -47,7 +47,7 @@ class S3(NamedTuple):
             monkeypatch.setenv(name, value)
         return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}"
 
-    def asked(self) -> list[tuple[str, str]]:
+    def requests(self) -> list[tuple[str, str]]:
         """The method and the key of each request so far."""
         return re.findall(rf"(GET|PUT|HEAD|POST|DELETE) /{BUCKET}/([^? ]*)", self.log.read_text())
 

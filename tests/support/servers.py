@@ -206,7 +206,7 @@ def add_gate(bundle: Path) -> None:
 
 
 @contextmanager
-def held(bundle: Path) -> Iterator[None]:
+def gate_closed(bundle: Path) -> Iterator[None]:
     """A gated version that answers nothing inside the block: what is sent meanwhile waits."""
     gate = gate_of(bundle)
     entered(bundle).unlink(missing_ok=True)

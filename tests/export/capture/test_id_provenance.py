@@ -20,7 +20,7 @@ from export.errors import ExportError
 from serving.engine import Engine
 from tests.models.inputs import DIM, POOLED, ids, numbers, of
 from tests.support.long_cases import one_in
-from tests.support.managed_collision import behind, mch, trained
+from tests.support.managed_collision import collection_behind, mch, trained
 from tests.support.models import Spec, collection
 from tests.support.module_calls import answer_of_call, assert_close, request_of_call
 from tests.support.scored_models import EXACT
@@ -603,7 +603,9 @@ class RawIds(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.rows = trained(behind({"raw": mch(40)}, [Spec("raw", 40, 8, "SUM", ("raw_ids",))]), keys=("raw_ids",))
+        self.rows = trained(
+            collection_behind({"raw": mch(40)}, [Spec("raw", 40, 8, "SUM", ("raw_ids",))]), keys=("raw_ids",)
+        )
         self.dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:

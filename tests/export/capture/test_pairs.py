@@ -38,17 +38,19 @@ class Making(nn.Module):
         return self.top(self.bags(self.make(data)).values()) + data["price"]  # type: ignore[no-any-return]
 
 
-def each(data: Data, what: str, keys: list[str] = KEYS) -> Tensor:
+def joined_by_key(data: Data, what: str, keys: list[str] = KEYS) -> Tensor:
     return torch.cat([data[f"{key}.{what}"] for key in keys])
 
 
 def joined(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(KEYS, joined_by_key(data, "values"), lengths=joined_by_key(data, "lengths"))
 
 
 def in_another_order(data: Data) -> KeyedJaggedTensor:
     keys = KEYS[::-1]
-    return KeyedJaggedTensor.from_lengths_sync(keys, each(data, "values", keys), each(data, "lengths", keys))
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys, joined_by_key(data, "values", keys), joined_by_key(data, "lengths", keys)
+    )
 
 
 def permuted(data: Data) -> KeyedJaggedTensor:
@@ -60,7 +62,7 @@ def sent_to_a_device(data: Data) -> KeyedJaggedTensor:
 
 
 def lengths_as_int64(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=each(data, "lengths").long())
+    return KeyedJaggedTensor(KEYS, joined_by_key(data, "values"), lengths=joined_by_key(data, "lengths").long())
 
 
 def of_jagged_tensors(data: Data) -> KeyedJaggedTensor:
@@ -83,7 +85,9 @@ def of_dict(data: Data) -> KeyedJaggedTensor:
 
 
 def weighted(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values"), each(data, "weights"), lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(
+        KEYS, joined_by_key(data, "values"), joined_by_key(data, "weights"), lengths=joined_by_key(data, "lengths")
+    )
 
 
 def weighted_and_split(data: Data) -> KeyedJaggedTensor:
@@ -91,7 +95,7 @@ def weighted_and_split(data: Data) -> KeyedJaggedTensor:
 
 
 def hashed(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values") % 20, lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(KEYS, joined_by_key(data, "values") % 20, lengths=joined_by_key(data, "lengths"))
 
 
 def hashed_in_place(data: Data) -> KeyedJaggedTensor:
@@ -101,35 +105,42 @@ def hashed_in_place(data: Data) -> KeyedJaggedTensor:
 
 def turned(data: Data) -> KeyedJaggedTensor:
     values = torch.cat([data["user_id.values"], data["item_id.values"], data["words.values"].flip(0)])
-    return KeyedJaggedTensor(KEYS, values, lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(KEYS, values, lengths=joined_by_key(data, "lengths"))
 
 
 def of_another_key(data: Data) -> KeyedJaggedTensor:
     lengths = torch.cat([data["user_id.lengths"], data["user_id.lengths"], data["words.lengths"]])
-    return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=lengths)
+    return KeyedJaggedTensor(KEYS, joined_by_key(data, "values"), lengths=lengths)
 
 
 def cut_elsewhere(data: Data) -> KeyedJaggedTensor:
     """Behind as many ids as another key has, which in the example is the same."""
-    values, counts = each(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
+    values, counts = joined_by_key(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
     parts = [values[: counts[0]], values[counts[2] : counts[2] + counts[1]], values[counts[0] + counts[1] :]]
-    return KeyedJaggedTensor(KEYS, torch.cat(parts), lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(KEYS, torch.cat(parts), lengths=joined_by_key(data, "lengths"))
 
 
 def cut_by_a_choice(data: Data) -> KeyedJaggedTensor:
     """Behind as many ids as the first key has, unless its first sample has very many."""
-    values, counts = each(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
+    values, counts = joined_by_key(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
     both = torch.tensor([counts[0], counts[1]])
     first = both[int((data["user_id.lengths"][0] // 1000).clamp(max=1).item())].item()
-    return KeyedJaggedTensor(KEYS, torch.cat([values[:first], values[first:]]), lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(
+        KEYS, torch.cat([values[:first], values[first:]]), lengths=joined_by_key(data, "lengths")
+    )
 
 
 def lengths_limited(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=each(data, "lengths").clamp(max=5))
+    return KeyedJaggedTensor(KEYS, joined_by_key(data, "values"), lengths=joined_by_key(data, "lengths").clamp(max=5))
 
 
 def weights_doubled(data: Data) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(KEYS, each(data, "values"), each(data, "weights") * 2, lengths=each(data, "lengths"))
+    return KeyedJaggedTensor(
+        KEYS,
+        joined_by_key(data, "values"),
+        joined_by_key(data, "weights") * 2,
+        lengths=joined_by_key(data, "lengths"),
+    )
 
 
 SERVED = [
@@ -251,7 +262,10 @@ class Some(nn.Module):
         keys = ["visited", "unused", "seen", "target"]
         weights = [data["seen.weights"] if key == "seen" else torch.ones_like(data[f"{key}.values"]) for key in keys]
         keyed = KeyedJaggedTensor(
-            keys, each(data, "values", keys), torch.cat(weights).float(), lengths=each(data, "lengths", keys)
+            keys,
+            joined_by_key(data, "values", keys),
+            torch.cat(weights).float(),
+            lengths=joined_by_key(data, "lengths", keys),
         )
         return self.top(self.rows(keyed)["seen"].to_padded_dense(4).sum(1))  # type: ignore[no-any-return]
 

@@ -32,13 +32,13 @@ def signed(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(collection(SUM), repository, "m", signing_key=keys / "ours.key").parent
 
 
-def given(out: Path, *more: str) -> list[str]:
+def options_for(out: Path, *more: str) -> list[str]:
     return ["--out", str(out), "--image", IMAGE, "--claim", "models", *more]
 
 
 def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_path: Path) -> None:
     out = tmp_path / "k8s"
-    done = tbe_export("manifests", str(signed), *given(out, "--trusted-keys", str(keys / "ours.pem")))
+    done = tbe_export("manifests", str(signed), *options_for(out, "--trusted-keys", str(keys / "ours.pem")))
     assert done.exit_code == 0, done.stderr
     assert f"kubectl apply -k {out}" in done.stdout
     assert "needed: PersistentVolumeClaim models" in done.stdout
@@ -54,14 +54,14 @@ def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_
 
 def test_a_bundle_that_no_trusted_key_signed_is_not_deployed(signed: Path, keys: Path, tmp_path: Path) -> None:
     out = tmp_path / "k8s"
-    done = tbe_export("manifests", str(signed), *given(out, "--trusted-keys", str(keys / "theirs.pem")))
+    done = tbe_export("manifests", str(signed), *options_for(out, "--trusted-keys", str(keys / "theirs.pem")))
     assert done.exit_code == 1
     assert "expected a signature by a key of" in done.stderr
     assert not out.exists()
 
 
 def test_a_signed_bundle_that_pods_would_not_check_is_noted(signed: Path, tmp_path: Path) -> None:
-    done = tbe_export("manifests", str(signed / "1"), *given(tmp_path / "k8s"))
+    done = tbe_export("manifests", str(signed / "1"), *options_for(tmp_path / "k8s"))
     assert done.exit_code == 0, done.stderr
     assert "note: the bundle is signed, but pods do not check it without --trusted-keys" in done.stdout
 
@@ -71,7 +71,7 @@ def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
 ) -> None:
     model = Path(shutil.copytree(signed, tmp_path / "m"))
     (model / "config.pbtxt").write_bytes((model / "config.pbtxt").read_bytes() + b"\n")
-    arguments = ["manifests", str(model), *given(tmp_path / "k8s", "--trusted-keys", str(keys / "ours.pem"))]
+    arguments = ["manifests", str(model), *options_for(tmp_path / "k8s", "--trusted-keys", str(keys / "ours.pem"))]
     assert tbe_export(*arguments).exit_code == 1
     sign(model / "config.pbtxt", (model / "config.pbtxt").read_bytes(), read_signing_key(keys / "ours.key"), "m")
     assert tbe_export(*arguments).exit_code == 0
@@ -97,7 +97,7 @@ def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
 def test_an_option_that_cannot_be_used_is_refused_by_name(
     signed: Path, tmp_path: Path, option: str, value: str, said: str
 ) -> None:
-    arguments = dict(zip(*[iter(given(tmp_path / "k8s"))] * 2, strict=True)) | {option: value}
+    arguments = dict(zip(*[iter(options_for(tmp_path / "k8s"))] * 2, strict=True)) | {option: value}
     done = tbe_export("manifests", str(signed), *(word for pair in arguments.items() for word in pair))
     assert done.exit_code == 1, done.output
     assert said in done.stderr
@@ -105,7 +105,7 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(
 
 
 def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path: Path) -> None:
-    arguments = given(tmp_path / "k8s")
+    arguments = options_for(tmp_path / "k8s")
     position = arguments.index("--claim")
     for wrong in (
         (*arguments[:position], *arguments[position + 2 :]),
@@ -124,7 +124,7 @@ def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path
 
 @pytest.mark.parametrize("option", ["--image", "--out"])
 def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: str) -> None:
-    arguments = given(tmp_path / "k8s")
+    arguments = options_for(tmp_path / "k8s")
     position = arguments.index(option)
     done = tbe_export("manifests", str(signed), *arguments[:position], *arguments[position + 2 :])
     assert done.exit_code == 2
@@ -135,10 +135,10 @@ def test_pods_of_a_live_model_mount_its_deltas_and_have_room_for_the_copy(tmp_pa
     config = ExportConfig(serving=ServingSettings(weights_memory="live"))
     bundle = export_model(collection(SUM), tmp_path / "r", "m", config)
     out = tmp_path / "k8s"
-    done = tbe_export("manifests", str(bundle), *given(out))
+    done = tbe_export("manifests", str(bundle), *options_for(out))
     assert done.exit_code == 1
     assert "m: weights-memory: is 'live': say where its deltas are, --deltas-claim" in done.stderr
-    assert tbe_export("manifests", str(bundle), *given(out), "--deltas-claim", "deltas").exit_code == 0
+    assert tbe_export("manifests", str(bundle), *options_for(out), "--deltas-claim", "deltas").exit_code == 0
     (deployment,) = (
         document
         for path in out.glob("*.yaml")

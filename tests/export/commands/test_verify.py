@@ -135,7 +135,7 @@ def test_a_checkpoint_that_holds_nan_is_not_what_was_exported(
 
 
 def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
-    done = tbe_export("verify", str(mixed), "--model", "tests.export.commands.test_verify:another")
+    done = tbe_export("verify", str(mixed), "--model", "tests.export.commands.test_verify:other_model")
     assert done.exit_code == 1
     assert "expected a model with tables {'user': (500, 16)" in done.stderr
     done = tbe_export("verify", str(mixed), "--checkpoint", "w.pt")
@@ -153,5 +153,5 @@ def not_built() -> EmbeddingBagCollection:
     raise AssertionError("the model was built")
 
 
-def another() -> EmbeddingBagCollection:
+def other_model() -> EmbeddingBagCollection:
     return collection(SUM)

@@ -28,13 +28,13 @@ def write(path: Path, labels: Any, **more: Any) -> Path:
     return path
 
 
-def read(path: Path, label: str | None = "click", columns: LabelledColumns = COLUMNS) -> list[LabelledBatch]:
+def batches_of(path: Path, label: str | None = "click", columns: LabelledColumns = COLUMNS) -> list[LabelledBatch]:
     return [*LabelledRows(path, label).open(columns)()]
 
 
 def test_rows_are_read_in_batches_with_the_columns_of_the_model(tmp_path: Path) -> None:
     labels = np.arange(BATCH_ROWS + 100) % 3 == 0
-    batches = read(write(tmp_path / "day.parquet", pa.array(labels.astype(np.int8))))
+    batches = batches_of(write(tmp_path / "day.parquet", pa.array(labels.astype(np.int8))))
     assert max(batch.labels.size for batch in batches) <= BATCH_ROWS
     np.testing.assert_array_equal(np.concatenate([batch.labels for batch in batches]), labels)
     assert [(*batch.features, *batch.dense) for batch in batches] == [("item", "price")] * len(batches)
@@ -47,12 +47,12 @@ def test_the_parquet_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_
     (tmp_path / "day").mkdir()
     write(tmp_path / "day" / "1.parquet", [True] * 3)
     write(tmp_path / "day" / "0.parquet", [False] * 2)
-    assert [batch.labels.tolist() for batch in read(tmp_path / "day")] == [[False] * 2, [True] * 3]
+    assert [batch.labels.tolist() for batch in batches_of(tmp_path / "day")] == [[False] * 2, [True] * 3]
 
 
 def test_a_column_of_weights_goes_with_its_feature(tmp_path: Path) -> None:
     weights = pa.array([[0.5], [2.0]])
-    (batch,) = read(write(tmp_path / "day.parquet", [0, 1], **{"item.weights": weights}))
+    (batch,) = batches_of(write(tmp_path / "day.parquet", [0, 1], **{"item.weights": weights}))
     assert batch.features["item"]["weights"].to_pylist() == [[0.5], [2.0]]
 
 
@@ -80,7 +80,9 @@ def test_names_of_columns_that_cannot_be_used_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", [pa.bool_(), pa.int64(), pa.uint8(), pa.float32()])
 def test_labels_of_any_numbers_are_taken(tmp_path: Path, kind: pa.DataType) -> None:
     labels = pa.array([0, 1, 1]).cast(kind)
-    assert [batch.labels.tolist() for batch in read(write(tmp_path / "day.parquet", labels))] == [[False, True, True]]
+    assert [batch.labels.tolist() for batch in batches_of(write(tmp_path / "day.parquet", labels))] == [
+        [False, True, True]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_labels_of_any_numbers_are_taken(tmp_path: Path, kind: pa.DataType) -> N
 )  # fmt: skip
 def test_another_label_is_refused_by_its_row(tmp_path: Path, labels: Sequence[Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match="column 'click'") as refused:
-        read(write(tmp_path / "day.parquet", pa.array(labels)))
+        batches_of(write(tmp_path / "day.parquet", pa.array(labels)))
     assert why in str(refused.value)
     assert "day.parquet" in str(refused.value)
 
@@ -110,13 +112,13 @@ def test_what_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
     cut.write_bytes(day.read_bytes()[:-20])
     for path in (tmp_path / "text.parquet", cut):
         with pytest.raises(ConfigurationError, match=f"{path.name}: expected a parquet file that can be read"):
-            read(path)
+            batches_of(path)
     with pytest.raises(ConfigurationError, match=r"none\.parquet: expected a file or folder, found none"):
-        read(tmp_path / "none.parquet")
+        batches_of(tmp_path / "none.parquet")
     with pytest.raises(ConfigurationError, match="empty: expected files"):
-        read(tmp_path / "empty")
+        batches_of(tmp_path / "empty")
     with pytest.raises(ConfigurationError, match="expected a column 'bought', got the columns 'item', 'price'"):
-        read(day, "bought")
+        batches_of(day, "bought")
 
 
 def test_parquet_needs_a_label_and_json_lines_none(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_parquet_needs_a_label_and_json_lines_none(tmp_path: Path) -> None:
 def test_json_lines_are_taken_as_export_takes_them(tmp_path: Path, label: Any) -> None:
     request = {"features": {"item": [[3], [5]]}, "dense": {"price": [1, 2]}, "label": label}
     (tmp_path / "day.jsonl").write_text(json.dumps(request) + "\n")
-    (batch,) = read(tmp_path / "day.jsonl", None)
+    (batch,) = batches_of(tmp_path / "day.jsonl", None)
     assert (batch.features, batch.dense) == (request["features"], request["dense"])
     assert batch.labels.tolist() == [False, True]
 
@@ -147,7 +149,7 @@ def test_json_lines_are_taken_as_export_takes_them(tmp_path: Path, label: Any) -
 def test_json_lines_without_labels_for_the_output_are_refused(tmp_path: Path, label: Any, why: str) -> None:
     (tmp_path / "day.jsonl").write_text(json.dumps({"features": {"item": [[3], [5]]}, "label": label}) + "\n")
     with pytest.raises(ConfigurationError, match="line 1") as refused:
-        read(tmp_path / "day.jsonl", None)
+        batches_of(tmp_path / "day.jsonl", None)
     assert why in str(refused.value)
 
 
@@ -155,4 +157,4 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     day = write(tmp_path / "day.parquet", [0, 1])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(EnvironmentMismatch, match=r"pip install 'tbe-serving\[batch\]'"):
-        read(day)
+        batches_of(day)

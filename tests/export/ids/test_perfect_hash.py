@@ -11,7 +11,7 @@ from serving.bundle.id_maps import Numbers, buckets_of, entries_of, hashes_of
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def found(ids: Numbers, rows: Numbers, queried: Numbers) -> list[int]:
+def rows_of(ids: Numbers, rows: Numbers, queried: Numbers) -> list[int]:
     """The row of each id that is asked for; -1 where there is none."""
     built = perfect_hash(ids, rows)
     hashes = hashes_of(queried)
@@ -24,7 +24,7 @@ def found(ids: Numbers, rows: Numbers, queried: Numbers) -> list[int]:
 def test_every_id_and_no_other(ids: list[int], absent_ids: list[int]) -> None:
     rows = {id_: number for number, id_ in enumerate(ids)}
     queried = [*ids, *absent_ids, 0, -1, 2**63 - 1]
-    answer = found(np.array(ids, np.int64), np.arange(len(ids)), np.array(queried, np.int64))
+    answer = rows_of(np.array(ids, np.int64), np.arange(len(ids)), np.array(queried, np.int64))
     assert answer == [rows.get(id_, -1) for id_ in queried]
 
 
@@ -32,8 +32,8 @@ def test_every_id_and_no_other(ids: list[int], absent_ids: list[int]) -> None:
 def test_many_ids_in_a_pattern(step: int) -> None:
     ids = np.arange(-50_000, 50_000) * step
     rows = np.random.default_rng(0).permutation(ids.size)
-    assert found(ids, rows, ids) == rows.tolist()
-    assert max(found(ids, rows, ids + 1 if step > 1 else ids + 10**6)) == -1
+    assert rows_of(ids, rows, ids) == rows.tolist()
+    assert max(rows_of(ids, rows, ids + 1 if step > 1 else ids + 10**6)) == -1
 
 
 def test_it_is_the_same_each_time() -> None:

@@ -38,13 +38,13 @@ def repository(published: Path, tmp_path: Path) -> Path:
 def configured(repository: Path) -> Path:
     """The router's model, whose settings name the hosts as manifests do: set by the command that a person is shown."""
     model = repository / "Movies_V2"
-    refused = tbe_export("manifests", str(model), *given(repository.parent / "k8s"))
+    refused = tbe_export("manifests", str(model), *options_for(repository.parent / "k8s"))
     assert refused.exit_code == 1
     command = refused.stderr.rpartition("Run this first: tbe-serve ")[2].split()
     assert tbe_serve(*command).returncode == 0
     return model
 
 
-def given(out: Path, *more: str) -> list[str]:
+def options_for(out: Path, *more: str) -> list[str]:
     """The options of `tbe-export manifests`."""
     return ["--out", str(out), "--image", IMAGE, "--claim", "models", *more]

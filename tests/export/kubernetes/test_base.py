@@ -16,7 +16,7 @@ from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, r
 from export.kubernetes.workloads import pod_template
 from serving.__main__ import app
 from serving.triton.command_line import exit_timeout_of
-from tests.export.kubernetes.conftest import IMAGE, given
+from tests.export.kubernetes.conftest import IMAGE, options_for
 from tests.support.commands import tbe_export
 
 # The oldest that is still supported, and the newest that the schemas know.
@@ -324,7 +324,7 @@ def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp
     out = tmp_path / "k8s"
 
     def said(*more: str) -> list[str]:
-        done = tbe_export("manifests", str(configured), *given(out, *more))
+        done = tbe_export("manifests", str(configured), *options_for(out, *more))
         assert done.exit_code == 0, done.stderr
         return [str(line).removeprefix("tbe-export: changed: ") for line in done.stderr.splitlines()]
 

@@ -33,7 +33,7 @@ class Histories(nn.Module):
         self.pooled, self.rows = collection(POOLED), sequences(ROWS)
 
 
-def asked(film: str) -> Sharding:
+def sharding_with(film: str) -> Sharding:
     """Two hosts, with `film` cut as told, and the other tables whole on one of them."""
     return Sharding(
         ranks=2,
@@ -53,7 +53,7 @@ def total(traffic: HostTraffic) -> tuple[float, float]:
 @pytest.mark.parametrize(("sums", "item_bytes"), [(OutputDtype.FP32, 4), (OutputDtype.FP16, 2)])
 def test_a_row_travels_for_each_id(sums: OutputDtype, item_bytes: int) -> None:
     """A pooled feature is answered by a row for each sample; one that is not, by one for each id."""
-    sharding = asked("table_wise")
+    sharding = sharding_with("table_wise")
     manifest = plan_model(Histories(), ExportConfig(sharding=sharding))
     to_host, to_router = dict[str, float](), dict[str, float]()
     for result in host_traffic(manifest, sharding, SAMPLES, sums).values():
@@ -74,7 +74,7 @@ def test_a_row_travels_for_each_id(sums: OutputDtype, item_bytes: int) -> None:
 
 def test_hosts_of_row_wise_tables_get_all_lengths() -> None:
     """A host answers zeros for ids that another one has, and the router adds."""
-    sharding = asked("row_wise")
+    sharding = sharding_with("row_wise")
     result = host_traffic(plan_model(Histories(), ExportConfig(sharding=sharding)), sharding, SAMPLES)
     assert len(result) == 2
     for value in result.values():
@@ -95,7 +95,7 @@ def test_hosts_of_row_wise_tables_get_all_lengths() -> None:
 )
 @pytest.mark.long
 def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: OutputDtype) -> None:
-    sharding = asked(film)
+    sharding = sharding_with(film)
     router = export_hosts(tmp_path, Histories(), replace(FP32, sharding=sharding, sums_dtype=sums))
     planned = host_traffic(open_bundle(router).manifest, sharding, SAMPLES, sums)
     # Every row of a table comes as often as any other.

@@ -40,7 +40,7 @@ PLAN: Any = {
 }
 
 
-def asked(tmp_path: Path, plan: Any = PLAN, **settings: Any) -> Sharding:
+def sharding_by(tmp_path: Path, plan: Any = PLAN, **settings: Any) -> Sharding:
     tables = {
         name: {
             "sharding_type": kind,
@@ -71,12 +71,12 @@ EXPECTED = {
 
 
 def test_each_host_is_sent_ids_and_answers_sums(tmp_path: Path) -> None:
-    sharding = asked(tmp_path)
+    sharding = sharding_by(tmp_path)
     assert host_traffic(manifest_of(sharding), sharding, SAMPLES) == EXPECTED
 
 
 def test_weights_travel_with_each_id(tmp_path: Path) -> None:
-    sharding = asked(tmp_path)
+    sharding = sharding_by(tmp_path)
     plain = host_traffic(manifest_of(sharding), sharding, SAMPLES)
     weighted = host_traffic(manifest_of(sharding, weighted=True), sharding, SAMPLES)
     assert weighted[0].to_router == plain[0].to_router
@@ -84,7 +84,7 @@ def test_weights_travel_with_each_id(tmp_path: Path) -> None:
 
 
 def test_one_weighted_table_adds_weights_to_all_ids(tmp_path: Path) -> None:
-    sharding = asked(tmp_path)
+    sharding = sharding_by(tmp_path)
     manifest = manifest_of(sharding)
     tables = [msgspec.structs.replace(table, weighted=table.name == "whole") for table in manifest.tables]
     result = host_traffic(msgspec.structs.replace(manifest, tables=tuple(tables)), sharding, SAMPLES)
@@ -94,7 +94,7 @@ def test_one_weighted_table_adds_weights_to_all_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "id_bytes"), [(2**31 - 1, 4), (2**31, 8)])
 def test_row_numbers_beyond_int32_take_eight_bytes_on_that_host(tmp_path: Path, rows: int, id_bytes: int) -> None:
-    sharding = asked(tmp_path)
+    sharding = sharding_by(tmp_path)
     manifest = manifest_of(sharding)
     tables = tuple(
         msgspec.structs.replace(table, rows=rows) if table.name == "whole" else table for table in manifest.tables
@@ -110,7 +110,7 @@ def test_row_numbers_beyond_int32_take_eight_bytes_on_that_host(tmp_path: Path, 
 
 
 def test_sums_in_fp16_take_half(tmp_path: Path) -> None:
-    sharding = asked(tmp_path, batch_size=SAMPLES)
+    sharding = sharding_by(tmp_path, batch_size=SAMPLES)
     for host, result in host_traffic(manifest_of(sharding), sharding, SAMPLES, OutputDtype.FP16).items():
         assert result.to_host == EXPECTED[host].to_host
         assert result.to_router == {table: size / 2 for table, size in EXPECTED[host].to_router.items()}
@@ -124,12 +124,12 @@ def test_measured_bags_count_as_given_ones(tmp_path: Path) -> None:
     lengths = [size for size in sizes for _ in range(10)]
     line = CapturedRequest(at="", why="slow: 9 ms", values=[0] * sum(lengths), lengths=lengths)
     (tmp_path / "captured.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
-    sharding = asked(tmp_path, pooling_factors={}, traffic=tmp_path / "captured.jsonl")
+    sharding = sharding_by(tmp_path, pooling_factors={}, traffic=tmp_path / "captured.jsonl")
     assert host_traffic(manifest_of(sharding), sharding, SAMPLES) == EXPECTED
 
 
 def test_the_report_says_who_sends_what_to_whom(tmp_path: Path) -> None:
-    sharding = asked(tmp_path, batch_size=SAMPLES)
+    sharding = sharding_by(tmp_path, batch_size=SAMPLES)
     report = report_plan(manifest_of(sharding), sharding)
     assert [(transfer.host, transfer.table, transfer.pattern) for transfer in report.transfers] == [
         (0, "rows", "reduce-scatter"),
@@ -153,7 +153,7 @@ def test_the_report_says_who_sends_what_to_whom(tmp_path: Path) -> None:
 
 
 def test_without_hosts_as_models_nothing_travels_to_hosts(tmp_path: Path) -> None:
-    path = asked(tmp_path).plan
+    path = sharding_by(tmp_path).plan
     sharding = Sharding(plan=path, pooling_factors=POOLING, batch_size=SAMPLES)
     manifest = manifest_of(sharding)
     assert host_traffic(manifest, sharding, SAMPLES) == {}
@@ -182,7 +182,7 @@ def test_sums_are_added_where_rows_are_cut_over_hosts(shards: Any, pattern: str)
 
 
 def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path) -> None:
-    sharding = asked(tmp_path)
+    sharding = sharding_by(tmp_path)
     router = manifest_of(sharding, weighted=True)
     for host, result in host_traffic(router, sharding, SAMPLES).items():
         part = part_manifest(router, host + 1, "m", OutputDtype.FP32)

@@ -47,7 +47,7 @@ def test_random_rankers_are_served_as_they_answer_by_themselves(
             part = engine.bundle.manifest.dense_part
             assert part is not None
             alone += part.mixes_samples
-            requests, every = [], asked(module, part)
+            requests, every = [], requests_of(module, part)
             for bags, dense, shared, right in every:
                 scores = engine.score(bags, dense, shared=shared)
                 assert [*scores] == [output.name for output in part.outputs], seed
@@ -77,7 +77,7 @@ def test_random_rankers_over_hosts(tmp_path: Path, seed: int) -> None:
     ):
         part = engine.bundle.manifest.dense_part
         assert part is not None
-        every = 3 * [*asked(module, part)]
+        every = 3 * [*requests_of(module, part)]
         calls: list[Callable[[], Any]] = [
             partial(client.score, bags, dense, shared=shared) for bags, dense, shared, _ in every
         ]
@@ -104,7 +104,7 @@ def assert_right(answer: Mapping[str, Any], right: Mapping[str, Any], every: Seq
         np.testing.assert_allclose(numbers, right[name], rtol=0, atol=1e-5 * largest, err_msg=name)
 
 
-def asked(module: Ranker, part: DensePart) -> list[Asked]:
+def requests_of(module: Ranker, part: DensePart) -> list[Asked]:
     """Requests: ids, dense inputs, the keys that come once; and what the module answers by itself."""
     random = np.random.default_rng((module.seed, 1))
     requests = []

@@ -32,7 +32,7 @@ from tests.support.managed_collision import (
     ROWS,
     SPECS,
     bags_of,
-    behind,
+    collection_behind,
     kjt_of,
     managed,
     mch,
@@ -162,7 +162,7 @@ class Overrides(ManagedCollisionEmbeddingBagCollection):  # type: ignore[misc]
 
 
 def with_user(module: nn.Module) -> Any:
-    return behind({"user": module, "item": zch(60), "word": mch(64)})
+    return collection_behind({"user": module, "item": zch(60), "word": mch(64)})
 
 
 def of_class(part: Callable[[Any], Any], kind: type) -> Any:
@@ -172,12 +172,12 @@ def of_class(part: Callable[[Any], Any], kind: type) -> Any:
 
 
 def in_another_order() -> Any:
-    return behind({"word": mch(64), "item": zch(60), "user": mch(48)})
+    return collection_behind({"word": mch(64), "item": zch(60), "user": mch(48)})
 
 
 def shared_key() -> Any:
     specs = [Spec("a", 40, 8, "SUM", ("x",)), Spec("b", 30, 8, "SUM", ("x",))]
-    return behind({"a": mch(40), "b": mch(30)}, specs)
+    return collection_behind({"a": mch(40), "b": mch(30)}, specs)
 
 
 def hooked() -> Any:

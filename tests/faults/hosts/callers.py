@@ -39,7 +39,7 @@ def asking(address: str, requests: Sequence[Asked]) -> Iterator[Seen]:
     results, ended = Seen(), threading.Event()
 
     def ask() -> None:
-        with once(address) as client:
+        with single_attempt(address) as client:
             while not ended.is_set():
                 for request, answers in requests:
                     started = time.monotonic()
@@ -69,7 +69,7 @@ def asking(address: str, requests: Sequence[Asked]) -> Iterator[Seen]:
         )
 
 
-def once(address: str) -> LookupClient:
+def single_attempt(address: str) -> LookupClient:
     """A client that tries nothing again."""
     return LookupClient(address, MODEL, 10, retries=Retries(attempts=1))
 
@@ -79,7 +79,7 @@ def until_back(fleet: Fleet) -> None:
     end = time.monotonic() + PATIENCE_S
     (request, _), *_ = fleet.requests(1)
     in_a_row = 0
-    with once(fleet.router.grpc) as client:
+    with single_attempt(fleet.router.grpc) as client:
         while in_a_row < IN_A_ROW:
             try:
                 client.lookup(request)

@@ -47,7 +47,7 @@ class Fleet:
     """A router on this machine, and each replica of each host on another. All have versions 1 and 2."""
 
     def __init__(self, stack: ExitStack, folder: Path, network: Lan) -> None:
-        self.lan, self.here, self.folder = network, network.machines[0], folder
+        self.lan, self.router_machine, self.folder = network, network.machines[0], folder
         self.hosts = (len(network.machines) - 1) // REPLICAS
         self.machines = {
             (host, replica): network.machines[1 + host * REPLICAS + replica]
@@ -155,7 +155,7 @@ class Fleet:
             )
         return with_answers
 
-    def asked(self, replica_id: At) -> float:
+    def request_count(self, replica_id: At) -> float:
         """How many requests a replica has answered since it was started."""
         return metric(self.running[replica_id], "nv_inference_request_success")
 
@@ -164,8 +164,8 @@ class Fleet:
         started = time.monotonic()
         while True:
             try:
-                before = self.asked(replica_id)
-                if self.asked(replica_id) > before:
+                before = self.request_count(replica_id)
+                if self.request_count(replica_id) > before:
                     return time.monotonic() - started
             except OSError:
                 pass

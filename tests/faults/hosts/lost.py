@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from serving.errors import ServingError
-from tests.faults.hosts.callers import CLIENTS, asking, once, until_back
+from tests.faults.hosts.callers import CLIENTS, asking, single_attempt, until_back
 from tests.faults.hosts.fleet import PATIENCE_S, REPLICAS, TIMEOUT_S, Fleet
 from tests.faults.hosts.links import DROP_IN, DROP_OUT, FAULT_S
 from tests.support.hosts import MODEL
@@ -48,7 +48,7 @@ def alone_in_time(fleet: Fleet) -> str:
     with ExitStack() as stack:
         for replica in range(REPLICAS):
             stack.enter_context(fleet.machines[0, replica].filtered(DROP_IN, DROP_OUT))
-        client = stack.enter_context(once(fleet.router.grpc))
+        client = stack.enter_context(single_attempt(fleet.router.grpc))
         client.info()
         for _ in range(30):
             started = time.monotonic()

@@ -10,7 +10,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from export.publish.published import release
-from tests.faults.hosts.callers import asking, once
+from tests.faults.hosts.callers import asking, single_attempt
 from tests.faults.hosts.fleet import PATIENCE_S, Fleet
 from tests.support.host_faults import load
 from tests.support.hosts import MODEL
@@ -111,7 +111,7 @@ def _is_ready(client: triton.InferenceServerClient, model: str, version: int) ->
 def _until_answered(address: str, version: int) -> None:
     """Until a router answers from a version who names none."""
     end = time.monotonic() + PATIENCE_S
-    with once(address) as client:
+    with single_attempt(address) as client:
         while client.lookup({"n": [[0]]}).version != version:
             if time.monotonic() > end:
                 raise SystemExit(f"the router does not serve version {version} within {PATIENCE_S:g} s")

@@ -249,7 +249,7 @@ def selectors(node: Any) -> Iterator[Any]:
         yield from selectors(child)
 
 
-def kept(node: Any) -> Iterator[Any]:
+def selectors_with_labels(node: Any) -> Iterator[Any]:
     """The selectors below a node whose labels an aggregation sees: `a and b` has those of a."""
     while isinstance(node, promql.AggregateExpr | promql.ParenExpr):
         node = node.expr
@@ -290,7 +290,7 @@ def test_every_query_of_the_dashboard_finds_its_series(pages: str, query: str) -
                 for series_labels in by_name[selector.name]
             )
     for aggregate, labels in grouped_by(tree):
-        for selector in kept(aggregate):
+        for selector in selectors_with_labels(aggregate):
             for series_labels in by_name[selector.name]:
                 assert set(labels) <= set(series_labels), f"{selector.name} has no {set(labels) - set(series_labels)}"
 

@@ -23,7 +23,7 @@ from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
 from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection, random_bags
-from tests.support.servers import add_gate, entered, gate_of, held, running, stubs, wait_for_execution
+from tests.support.servers import add_gate, entered, gate_closed, gate_of, running, stubs, wait_for_execution
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,7 +49,7 @@ def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_pa
 
     with running(tmp_path / "r") as server, ThreadPoolExecutor(6) as pool:
         (process,) = stubs(server.triton, "m")
-        with held(bundle):
+        with gate_closed(bundle):
             first = pool.submit(is_right, 0) if answers else None
             while answers and not entered(bundle).exists():
                 time.sleep(0.01)
@@ -76,7 +76,7 @@ def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_pat
         (stub,) = living_stubs(server.triton.pid)
         client.lookup(request)
         busy = [stub.is_busy()]
-        with held(bundle), ThreadPoolExecutor(1) as pool:
+        with gate_closed(bundle), ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.lookup, request)
             wait_for_execution(bundle)
             busy.append(stub.is_busy())

@@ -21,7 +21,7 @@ from serving.errors import (
 )
 from serving.server import Server, run_server
 from tests.support.models import MIXED, SUM, collection, random_bags
-from tests.support.servers import FREE, at_once, held, lens, metric, raw_request, replace_model_py, row
+from tests.support.servers import FREE, at_once, gate_closed, lens, metric, raw_request, replace_model_py, row
 
 BAD = {
     "id = rows": (row(0, 20), lens(1, 1), "genres", r"feature 'genres': expected an id in \[0, 20\), got 20 for sample 1"),
@@ -88,7 +88,7 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, ga
         pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"),
     ):
         nowhere.lookup({"genres": [[1]]})
-    with held(gated), pytest.raises(DeadlineExceeded):
+    with gate_closed(gated), pytest.raises(DeadlineExceeded):
         LookupClient(server.grpc, "gated").lookup({"genres": [[1]]}, timeout_s=0.5)
     with (
         LookupClient(server.grpc, "weighted", 30) as weighted,

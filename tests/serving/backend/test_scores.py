@@ -63,7 +63,7 @@ class LooksUp(Centred):
         return logits
 
 
-def asked(name: str, seed: int, samples: int = 7) -> tuple[Any, Any, Any]:
+def request_for(name: str, seed: int, samples: int = 7) -> tuple[Any, Any, Any]:
     bags, dense = random_request(MODELS[name], np.random.default_rng(seed), samples)
     return bags, dense, own_scores(MODELS[name], bags, dense)
 
@@ -98,7 +98,7 @@ def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, 
 
 
 def test_a_request_that_a_model_cannot_score_fails_alone(server: Server) -> None:
-    requests = [asked("looks_up", seed) for seed in range(32)]
+    requests = [request_for("looks_up", seed) for seed in range(32)]
     for _, dense, _ in requests[::8]:
         dense["dense_features"][3, 0] = 10
     with LookupClient(server.grpc, "looks_up", 30, retries=Retries(attempts=1)) as client:
@@ -117,7 +117,7 @@ def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: st
     among them.
     """
     sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
-    requests = [asked(name, seed, size) for seed, size in enumerate(sizes)]
+    requests = [request_for(name, seed, size) for seed, size in enumerate(sizes)]
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
         lookups = [partial(client.lookup, dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
         bad = [
@@ -159,7 +159,7 @@ def infer(server: Server, name: str, arrays: dict[str, Any], outputs: list[str] 
 
 
 def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> None:
-    bags, dense, expected = asked("dcn", 3)
+    bags, dense, expected = request_for("dcn", 3)
     values, lengths = flat(bags)
     arrays = {"values": values, "lengths": lengths, **dense}
     features = ",".join(bags)
@@ -176,7 +176,7 @@ def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> No
 
 def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> None:
     """Though the model writes to what it takes."""
-    bags, dense, expected = asked("writes", 5)
+    bags, dense, expected = request_for("writes", 5)
     values, lengths = flat(bags)
     both = infer(server, "writes", {"values": values, "lengths": lengths, **dense}, None, features=",".join(bags))
     assert_same({"scores": both.as_numpy("scores")[0]}, expected)
@@ -199,7 +199,7 @@ def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> No
     ids=["none", "samples", "width", "dtype", "another", "no ids", "no lengths"],
 )
 def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change: dict[str, Any], why: str) -> None:
-    bags, dense, expected = asked("dcn", 3)
+    bags, dense, expected = request_for("dcn", 3)
     values, lengths = flat(bags)
     arrays = {"values": values, "lengths": lengths, **dense} | change
     arrays = {name: array for name, array in arrays.items() if array is not None}
@@ -210,7 +210,7 @@ def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change:
 
 
 def test_scores_need_all_features(server: Server) -> None:
-    bags, dense, _ = asked("dcn", 3)
+    bags, dense, _ = request_for("dcn", 3)
     del bags["f2"]
     with (
         LookupClient(server.grpc, "dcn", 60) as client,
@@ -220,7 +220,7 @@ def test_scores_need_all_features(server: Server) -> None:
 
 
 def test_some_outputs_in_the_order_asked(server: Server) -> None:
-    bags, dense, expected = asked("towers", 4)
+    bags, dense, expected = request_for("towers", 4)
     with LookupClient(server.grpc, "towers", 60) as client:
         assert client.info().scores == {"match": (), "queries": (8,)}
         scores = client.score(bags, dense, outputs=["queries", "match"])

@@ -18,7 +18,15 @@ from serving.model.settings import ServingSettings
 from serving.server import Server
 from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, Bags, collection, flat, float_tables, random_bags, table_of
-from tests.support.servers import held, metric, raw_request, running, stubs, wait_for_execution, wait_for_pending
+from tests.support.servers import (
+    gate_closed,
+    metric,
+    raw_request,
+    running,
+    stubs,
+    wait_for_execution,
+    wait_for_pending,
+)
 
 FEATURES = list(table_of(MIXED))
 
@@ -121,7 +129,7 @@ def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(serv
     answered = metric(server, "tbe_requests_total", model="gated")
     for _ in range(3):
         with ThreadPoolExecutor(65) as pool:
-            with held(gated):
+            with gate_closed(gated):
                 first = pool.submit(client.lookup, requests[0])
                 wait_for_execution(gated)
                 answers = [pool.submit(client.lookup, request) for request in requests]

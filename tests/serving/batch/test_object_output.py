@@ -107,7 +107,7 @@ def test_an_object_is_scored_into_a_prefix(url: str, s3: S3, bundle: Path, day: 
     score_files(source, inputs, tmp_path / "scores", keep=["id"])
     assert scores_in(f"{url}/scores") == contents(tmp_path / "scores")
     written = [
-        key.rpartition("/")[2] for method, key in s3.asked() if method == "PUT" and f"{url[12:]}/scores" in key
+        key.rpartition("/")[2] for method, key in s3.requests() if method == "PUT" and f"{url[12:]}/scores" in key
     ]
     assert written == ["_journal.json", *sorted(contents(tmp_path / "scores")), SUCCESS]
     assert score_files(source, inputs, f"{url}/scores", keep=["id"]).scored_rows == 0

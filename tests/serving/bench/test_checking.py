@@ -43,7 +43,7 @@ def response(outputs: Mapping[str, Any], version: str = "1") -> bytes:
     return encoded
 
 
-def asked(bundle: Bundle, samples: int = 5, *, scores: bool = True) -> Prepared:
+def prepared_for(bundle: Bundle, samples: int = 5, *, scores: bool = True) -> Prepared:
     factors = dict.fromkeys(bundle.manifest.keys, 3.0)
     tensors, *_ = random_requests(bundle.manifest, samples, Distribution(), factors, scores=scores)
     return Prepared(tensors, b"", samples)
@@ -51,7 +51,7 @@ def asked(bundle: Bundle, samples: int = 5, *, scores: bool = True) -> Prepared:
 
 def test_an_answer_of_another_version_or_shape_is_wrong(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(collection(MIXED), tmp_path, "m"))
-    checker, request = Checker(bundle), asked(bundle, 2, scores=False)
+    checker, request = Checker(bundle), prepared_for(bundle, 2, scores=False)
     answer = Engine(bundle).outputs(request.tensors)[EMBEDDINGS]
     assert checker.differences_of(request, response({"embeddings": answer})) == []
     assert "version" in checker.differences_of(request, response({"embeddings": answer}, "2"))[0]
@@ -68,7 +68,7 @@ def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_pa
         part = bundle.manifest.dense_part
         assert part is not None
         for samples in (0, 1, 40):
-            request = asked(bundle, samples)
+            request = prepared_for(bundle, samples)
             assert list(request.tensors.outputs) == [output.name for output in part.outputs]
             answer = dict(engine.outputs(request.tensors))
             assert checker.differences_of(request, response(answer)) == []
@@ -81,7 +81,7 @@ def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_pa
 
 def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
-    checker, engine, both = Checker(bundle), Engine(bundle), asked(bundle)
+    checker, engine, both = Checker(bundle), Engine(bundle), prepared_for(bundle)
     tensors = replace(both.tensors, outputs=["both", "embeddings"])
     answer = dict(engine.outputs(tensors))
     assert answer.keys() == {"both", "embeddings"}
@@ -96,7 +96,7 @@ def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) 
 def test_what_comes_once_is_checked(tmp_path: Path) -> None:
     """As it is captured, and sent again."""
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
-    checker, engine, whole = Checker(bundle), Engine(bundle), asked(bundle)
+    checker, engine, whole = Checker(bundle), Engine(bundle), prepared_for(bundle)
     keys = bundle.manifest.keys
     lengths = dict(zip(keys, whole.tensors.lengths.reshape(len(keys), -1), strict=True))
     values = dict(
@@ -143,7 +143,7 @@ def test_a_user_side_is_drawn_once(tmp_path: Path) -> None:
 
 def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
-    checker, engine, request = Checker(bundle), Engine(bundle), asked(bundle)
+    checker, engine, request = Checker(bundle), Engine(bundle), prepared_for(bundle)
     answer = dict(engine.outputs(request.tensors))
     answer["like"] = np.where(np.arange(5) == 3, np.float32(np.nan), answer["like"])
     assert "'like': a score is off by nan" in checker.differences_of(request, response(answer))[0]
@@ -157,4 +157,4 @@ def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_p
 def test_a_bundle_without_scores_is_asked_for_none(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(collection(), tmp_path, "m", ExportConfig()))
     with pytest.raises(ConfigurationError, match="scores: expected a bundle with scores"):
-        asked(bundle)
+        prepared_for(bundle)

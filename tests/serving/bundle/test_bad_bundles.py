@@ -47,7 +47,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def another(tmp_path_factory: pytest.TempPathFactory, original: Path) -> Path:
+def other_bundle(tmp_path_factory: pytest.TempPathFactory, original: Path) -> Path:
     """The same tables with other weights: files of the same names and sizes."""
     module = collection(MIXED)
     for weights in module.parameters():
@@ -199,10 +199,10 @@ def test_files_that_are_not_what_they_were_are_refused(
 
 @pytest.mark.parametrize("name", [MANIFEST, *WEIGHTS])
 def test_a_file_of_another_export_of_the_same_tables_is_refused(
-    bundle: Path, another: Path, name: str, expected: "np.ndarray[Any, Any]"
+    bundle: Path, other_bundle: Path, name: str, expected: "np.ndarray[Any, Any]"
 ) -> None:
     request = probe(open_bundle(bundle).manifest)
-    shutil.copy(another / name, bundle / name)
+    shutil.copy(other_bundle / name, bundle / name)
     assert outcome(bundle, request, expected) == "refused"
 
 

@@ -14,7 +14,7 @@ from tests.support.fake_server import FakeServer, serving
 
 
 @pytest.fixture
-def held() -> Iterator[tuple[FakeServer, str, threading.Event, threading.Event]]:
+def waiting_call() -> Iterator[tuple[FakeServer, str, threading.Event, threading.Event]]:
     """A server that holds its answers: itself, its address, what is set when it was asked, and what lets them go."""
     fake, received, released = FakeServer(), threading.Event(), threading.Event()
 
@@ -34,7 +34,7 @@ async def ask(client: AsyncLookupClient) -> int:
     return (await client.lookup({"x": [[1]]}, timeout_s=60)).version
 
 
-async def made(address: str) -> AsyncLookupClient:
+async def new_client(address: str) -> AsyncLookupClient:
     return AsyncLookupClient(address, "m")
 
 
@@ -54,7 +54,7 @@ def test_a_client_that_is_made_without_a_loop_belongs_to_the_first_that_uses_it(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("before", [made, made_and_used])
+@pytest.mark.parametrize("before", [new_client, made_and_used])
 def test_another_event_loop_is_refused(before: Any, address: str) -> None:
     client = asyncio.run(before(address))
     with pytest.raises(ConfigurationError, match=f"^{re.escape(address)}: was made or used in another event loop: "):
@@ -87,12 +87,12 @@ def test_without_an_event_loop(address: str) -> None:
 
 
 def test_a_client_that_is_closed_while_it_is_asked(
-    held: tuple[FakeServer, str, threading.Event, threading.Event],
+    waiting_call: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    _, address, received, _ = held
+    _, address, received, _ = waiting_call
 
     async def run() -> None:
-        client = await made(address)
+        client = await new_client(address)
         tasks = [asyncio.create_task(ask(client)) for _ in range(3)]
         await asyncio.to_thread(received.wait, 60)
         await client.close()
@@ -105,9 +105,9 @@ def test_a_client_that_is_closed_while_it_is_asked(
 
 
 def test_a_blocking_client_that_is_closed_while_it_is_asked(
-    held: tuple[FakeServer, str, threading.Event, threading.Event],
+    waiting_call: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    _, address, received, _ = held
+    _, address, received, _ = waiting_call
     client = LookupClient(address, "m", 60)
     errors: list[Exception] = []
 
@@ -126,9 +126,9 @@ def test_a_blocking_client_that_is_closed_while_it_is_asked(
 
 
 def test_a_task_that_is_cancelled_is_cancelled(
-    held: tuple[FakeServer, str, threading.Event, threading.Event],
+    waiting_call: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
-    fake, address, received, released = held
+    fake, address, received, released = waiting_call
 
     async def run() -> None:
         async with AsyncLookupClient(address, "m") as client:

@@ -30,7 +30,7 @@ class Refusing(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Refusal)
-        self.asked: list[bytes] = []
+        self.request_lines: list[bytes] = []
         self.url = f"http://user:secret@127.0.0.1:{self.server_address[1]}"
 
 
@@ -38,7 +38,7 @@ class _Refusal(socketserver.BaseRequestHandler):
     server: Refusing
 
     def handle(self) -> None:
-        self.server.asked.append(self.request.recv(4096).partition(b"\r\n")[0])
+        self.server.request_lines.append(self.request.recv(4096).partition(b"\r\n")[0])
         self.request.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
 
 
@@ -62,7 +62,7 @@ def test_this_machine_is_not_asked_through_a_proxy(
         for url in (address, f"localhost:{port}", f"dns:///localhost:{port}", [address, f"localhost:{port}"]):
             with LookupClient(url, "m", 20) as client:
                 assert client.lookup({"x": [[1]]}).version == 7
-    assert proxy.asked == []
+    assert proxy.request_lines == []
 
 
 def test_several_addresses_are_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_an_error_names_the_proxy_and_not_its_password(proxy: Refusing, monkeypa
         f": connected through the proxy {shown}, set by http_proxy: no_proxy=192.0.2.1 connects directly"
     )
     assert "secret" not in str(error.value)
-    assert set(proxy.asked) == {b"CONNECT 192.0.2.1:1 HTTP/1.1"}
+    assert set(proxy.request_lines) == {b"CONNECT 192.0.2.1:1 HTTP/1.1"}
 
 
 def test_commands_ask_this_machine_itself(proxy: Refusing, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_commands_ask_this_machine_itself(proxy: Refusing, address: str, monkeyp
     command = [sys.executable, "-m", "serving", "lookup", "m", "--url", address, "--timeout-s", "20"]
     done = subprocess.run(command, input='{"x": [[1]]}', capture_output=True, text=True, check=False, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
-    assert proxy.asked == []
+    assert proxy.request_lines == []
 
 
 @pytest.mark.parametrize(

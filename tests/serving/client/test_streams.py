@@ -107,17 +107,17 @@ def test_requests_in_flight_and_batches_read_ahead_are_bounded(
             now -= 1
 
     fake.fail = fail
-    read = 0
+    batches_read = 0
 
     def batches() -> Iterator[Any]:
-        nonlocal read
+        nonlocal batches_read
         for _ in range(20):
-            read += 1
+            batches_read += 1
             yield batch(1)
 
     for number, _ in enumerate(stream(address, batches(), in_flight=3)):
-        assert read <= number + 3
-    assert (read, most <= 3, most > 1) == (20, True, True)
+        assert batches_read <= number + 3
+    assert (batches_read, most <= 3, most > 1) == (20, True, True)
 
 
 @pytest.mark.usefixtures("chunks_of_two")

@@ -272,7 +272,7 @@ def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
     command = [sys.executable, "-c", _MODEL, str(bundle.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
         assert model.stdout is not None
-        inode = _held(model.stdout.readline().strip(), monkeypatch)
+        inode = _locked_inode(model.stdout.readline().strip(), monkeypatch)
         monkeypatch.setenv(LIVE_SERVER, f"{os.getpid()}-token")
         with ThreadPoolExecutor(1) as pool:
             pending = pool.submit(LiveCopy.take, bundle.path, bundle.manifest, "")
@@ -304,13 +304,13 @@ def _killed_server(bundle: Path, half_written: int, monkeypatch: pytest.MonkeyPa
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
-        inode = _held(server.stdout.readline().strip(), monkeypatch)
+        inode = _locked_inode(server.stdout.readline().strip(), monkeypatch)
         server.communicate()
     assert server.returncode == 0
     return inode
 
 
-def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def _locked_inode(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """The inode of a copy. It is held until its successor takes it: the servers of other tests, which run meanwhile,
     remove copies that nobody holds."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from serving.client import LookupClient, Retries
 from serving.errors import InvalidRequest, ServerUnavailable
 from serving.server import run_server
 from tests.support.models import exported
-from tests.support.servers import FREE, add_gate, held, metric, tbe_serve, until_answered, wait_for_execution
+from tests.support.servers import FREE, add_gate, gate_closed, metric, tbe_serve, until_answered, wait_for_execution
 
 
 def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -
         single_attempt = Retries(attempts=1)
         with LookupClient(server.grpc, "m", 60, retries=single_attempt) as client, ThreadPoolExecutor(8) as pool:
             until_answered(client.lookup, {"x": [[1]]})  # a busy machine may not connect in time
-            with held(bundle):
+            with gate_closed(bundle):
                 first = pool.submit(client.lookup, {"x": [[1]]})
                 wait_for_execution(bundle)
                 # One may be prepared beside the one that is answered; three wait; of eight, some find no room.

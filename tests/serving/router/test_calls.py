@@ -84,14 +84,14 @@ def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tup
         yield caller.by_rank[1], fakes
 
 
-def asked(fakes: list[FakeServer]) -> int:
+def calls_of(fakes: list[FakeServer]) -> int:
     return sum(len(fake.calls) for fake in fakes)
 
 
 def test_an_answer_comes_from_the_first_attempt() -> None:
     with host(answers) as (caller, fakes):
         np.testing.assert_array_equal(caller.ask(REQUEST).sums(), [[1, 1]])
-        assert asked(fakes) == 1
+        assert calls_of(fakes) == 1
         counts = caller.host.counts
         assert (counts.calls, counts.retries, counts.timeouts, counts.lost, counts.bytes_in) == (1, 0, 0, 0, 8)
         request, _, left_s = next(fake.calls[0] for fake in fakes if fake.calls)
@@ -106,7 +106,7 @@ def test_another_replica_answers_for_one_that_is_late() -> None:
     with host(waits_for(late), answers, timeout_s=6.0) as (caller, fakes):
         np.testing.assert_array_equal(caller.ask(REQUEST).sums(), [[1, 1]])
         assert not late.is_set()
-        assert asked(fakes) == 2
+        assert calls_of(fakes) == 2
         assert (caller.host.counts.retries, caller.host.counts.timeouts, caller.host.counts.lost) == (1, 1, 0)
         late.set()
 
@@ -121,7 +121,7 @@ def test_a_late_replica_is_not_given_up() -> None:
 
     with host(waits_for(late), other, timeout_s=2.0) as (caller, fakes):
         np.testing.assert_array_equal(caller.ask(REQUEST).sums(), [[1, 1]])
-        assert asked(fakes) >= 2
+        assert calls_of(fakes) >= 2
         never.set()
 
 
@@ -129,7 +129,7 @@ def test_a_late_replica_is_not_given_up() -> None:
 def test_a_replica_that_refuses_is_passed_over(code: grpc.StatusCode) -> None:
     with host(fails(code), answers) as (caller, fakes):
         np.testing.assert_array_equal(caller.ask(REQUEST).sums(), [[1, 1]])
-        assert asked(fakes) == 2
+        assert calls_of(fakes) == 2
         assert caller.host.counts.retries == 1
 
 
@@ -137,7 +137,7 @@ def test_a_fault_is_not_tried_again() -> None:
     with host(fails(grpc.StatusCode.INVALID_ARGUMENT)) as (caller, fakes):
         with pytest.raises(HostUnavailable, match=r"^host 0 \(m version 1 at .*\): INVALID_ARGUMENT: told so$"):
             caller.ask(REQUEST).sums()
-        assert asked(fakes) == 1
+        assert calls_of(fakes) == 1
         assert (caller.host.counts.lost, caller.host.counts.calls) == (1, 1)
 
 
@@ -147,7 +147,7 @@ def test_a_silent_host_is_lost_when_the_time_is_over(replicas: int) -> None:
     with host(waits_for(never), timeout_s=2.0, replicas=replicas) as (caller, fakes):
         with pytest.raises(HostUnavailable, match=r"no answer within 2 s$"):
             caller.ask(REQUEST).sums()
-        assert (asked(fakes) > 1) == (replicas > 1)
+        assert (calls_of(fakes) > 1) == (replicas > 1)
         assert caller.host.counts.timeouts >= 1
         never.set()
 
@@ -205,7 +205,7 @@ def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
     assert [type(by_rank[rank]) for rank in (1, 2)] == [HostUnavailable] * 2
     assert isinstance(by_rank[3], np.ndarray)
     assert by_rank[3].tolist() == [[1, 1]]
-    assert asked(fakes[2]) == 1
+    assert calls_of(fakes[2]) == 1
     assert caller.by_rank[3].host.counts.timeouts == 0
 
 
@@ -220,7 +220,7 @@ def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
         calls = [caller.ask(REQUEST) for _ in range(3)]
         answers = [wait_all({1: call}) for call in calls]
     assert [answer[1].tolist() for answer in answers if isinstance(answer[1], np.ndarray)] == [[[1, 1]]] * 3
-    assert (asked(fakes), caller.host.counts.calls) == (3, 3)
+    assert (calls_of(fakes), caller.host.counts.calls) == (3, 3)
     assert not caller.pending
 
 
@@ -234,4 +234,4 @@ def test_no_answer_is_lost_behind_several_requests_to_a_silent_host(replicas: in
         never.set()
     assert [type(answer[1]) for answer in results] == [HostUnavailable] * 4
     assert all(isinstance(answer[2], np.ndarray) for answer in results)
-    assert asked(fakes[1]) == 4
+    assert calls_of(fakes[1]) == 4

@@ -115,7 +115,7 @@ class Attempt:
 class Told:
     """What came of a call."""
 
-    found: Any
+    answer: Any
     took_s: float
     replicas: Replicas
     host: Host
@@ -157,7 +157,7 @@ def call(addresses: list[str], *says: Says, do: Callable[[Host], Coroutine[Any, 
 
 def test_an_answer_is_taken_as_it_comes() -> None:
     outcome = call(TWO, Says(after_s=0.1))
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s == pytest.approx(0.1)
     assert (outcome.host.counts.retries, outcome.host.counts.timeouts) == (0, 0)
 
@@ -165,8 +165,8 @@ def test_an_answer_is_taken_as_it_comes() -> None:
 @pytest.mark.parametrize("addresses", [ONE, TWO], ids=["one", "two"])
 def test_a_silent_host_is_lost_when_the_time_is_over(addresses: list[str]) -> None:
     outcome = call(addresses, SILENT)
-    assert isinstance(outcome.found, HostUnavailable)
-    assert str(outcome.found) == f"host 0 (m version 1 at {', '.join(addresses)}): no answer within 0.3 s"
+    assert isinstance(outcome.answer, HostUnavailable)
+    assert str(outcome.answer) == f"host 0 (m version 1 at {', '.join(addresses)}): no answer within 0.3 s"
     assert outcome.took_s == pytest.approx(TIMEOUT_S)
     assert outcome.host.counts.lost == 1
 
@@ -184,25 +184,25 @@ def test_another_attempt_begins_after_half_the_time_and_none_outlives_the_call()
 
 def test_another_replica_answers_for_a_silent_one() -> None:
     outcome = call(TWO, SILENT, Says(after_s=0.01))
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s == pytest.approx(0.16)
 
 
 def test_a_slow_replica_is_not_given_up() -> None:
     outcome = call(TWO, Says(after_s=0.2), SILENT)
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s == pytest.approx(0.2)
 
 
 def test_a_refused_attempt_does_not_end_one_that_goes_on() -> None:
     outcome = call(TWO, Says(after_s=0.28), REFUSED)
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
 
 
 @pytest.mark.parametrize("says", [NOT_FOUND, LOADING, REFUSED], ids=["not found", "loading", "refused"])
 def test_a_replica_that_refuses_is_passed_over_at_once(says: Says) -> None:
     outcome = call(TWO, says, Says())
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s < 0.01
 
 
@@ -210,7 +210,7 @@ def test_a_replica_that_refuses_is_passed_over_at_once(says: Says) -> None:
 def test_a_replica_that_has_the_version_is_given_time_to_connect(says: Says) -> None:
     """Until it is connected, all attempts go to the other."""
     outcome = call(TWO, *[says] * 5, Says())
-    np.testing.assert_array_equal(outcome.found, [[1, 1, 1]])
+    np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert 0.03 < outcome.took_s < TIMEOUT_S
 
 
@@ -219,8 +219,8 @@ def test_a_replica_that_has_the_version_is_given_time_to_connect(says: Says) -> 
 )
 def test_a_host_that_refuses_is_lost_with_its_reason(says: Says, most: int) -> None:
     outcome = call(TWO, says)
-    assert isinstance(outcome.found, HostUnavailable)
-    assert str(outcome.found).startswith(f"host 0 (m version 1 at {', '.join(TWO)}): {says.details}")
+    assert isinstance(outcome.answer, HostUnavailable)
+    assert str(outcome.answer).startswith(f"host 0 (m version 1 at {', '.join(TWO)}): {says.details}")
     assert len(outcome.replicas.began) <= most
     assert outcome.took_s < TIMEOUT_S
     assert outcome.host.counts.retries == len(outcome.replicas.began) - 1
@@ -232,8 +232,8 @@ def test_a_host_where_nobody_listens_is_lost_long_before_the_time_is_over() -> N
 
 def test_a_fault_is_not_tried_again() -> None:
     outcome = call(TWO, Says(grpc.StatusCode.INVALID_ARGUMENT, details="feature 'x': no"))
-    assert isinstance(outcome.found, HostUnavailable)
-    assert str(outcome.found).endswith(": INVALID_ARGUMENT: feature 'x': no")
+    assert isinstance(outcome.answer, HostUnavailable)
+    assert str(outcome.answer).endswith(": INVALID_ARGUMENT: feature 'x': no")
     assert len(outcome.replicas.began) == 1
 
 
@@ -242,15 +242,15 @@ def test_every_reason_is_told_once() -> None:
     digest = "expected the bundle with SHA-256 ffff of its manifest, this is eeee"
     wrong = Says(grpc.StatusCode.NOT_FOUND, details=digest)
     outcome = call(TWO, wrong, REFUSED, wrong, REFUSED)
-    assert isinstance(outcome.found, HostUnavailable)
-    assert str(outcome.found).endswith(f"): {digest}; Connection refused")
+    assert isinstance(outcome.answer, HostUnavailable)
+    assert str(outcome.answer).endswith(f"): {digest}; Connection refused")
     assert len(outcome.replicas.began) > 2
-    assert str(call(TWO, wrong, SILENT).found).endswith(f"): {digest}; no answer within 0.3 s")
+    assert str(call(TWO, wrong, SILENT).answer).endswith(f"): {digest}; no answer within 0.3 s")
 
 
 def test_what_a_host_says_is_cut_and_has_no_control_characters() -> None:
     outcome = call(TWO, Says(grpc.StatusCode.INTERNAL, details="\x1b[2J\n\u202e" + 10**5 * "x"))
-    said = str(outcome.found)
+    said = str(outcome.answer)
     assert said.isprintable()
     assert "INTERNAL: \\x1b[2J\\n\\u202exxx" in said
     assert len(said) < 500
@@ -261,14 +261,14 @@ EMPTY = Says(shape=(1, 0, 3), content=b"")
 
 def test_a_check_needs_one_replica_and_asks_for_all_segments_of_the_part() -> None:
     outcome = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
-    assert outcome.found is None
+    assert outcome.answer is None
     _, *parameters = (
         {name: parameter.string_param for name, parameter in request.parameters.items()}
         for request in outcome.replicas.requests
     )
     common = {"bundle": "f" * 64, "part_of": "p/0"}
     assert parameters == [common, {**common, "features": "x,y"}]
-    assert isinstance(call(TWO, SILENT, do=Host.check).found, HostUnavailable)
+    assert isinstance(call(TWO, SILENT, do=Host.check).answer, HostUnavailable)
 
 
 WIDER = Says(shape=(1, 0, 4), content=b"")
@@ -276,7 +276,7 @@ WIDER = Says(shape=(1, 0, 4), content=b"")
 
 @pytest.mark.parametrize("says", [[WIDER], [EMPTY, WIDER]], ids=["without names", "with names"])
 def test_a_check_looks_at_the_width_with_and_without_names(says: list[Says]) -> None:
-    error = call(TWO, *says, do=Host.check).found
+    error = call(TWO, *says, do=Host.check).answer
     assert isinstance(error, InternalError)
     assert "expected 'embeddings' of FP32" in str(error)
     assert str(error).endswith(" [1, 0, 3], got 'embeddings' of 'FP32' [1, 0, 4]")

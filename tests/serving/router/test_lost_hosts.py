@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
 def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
     """What needs the lost host is refused by name, or has zeros; all else is answered."""
     one = served.versions[1].one
-    unaffected = bags(served.kept, seed)
+    unaffected = bags(served.unaffected, seed)
     assert same(ask(unaffected), one.lookup(unaffected))
     error = refusal(ask, bags(served.refused, seed))
     assert isinstance(error, ServerUnavailable)
@@ -73,7 +73,7 @@ def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
         error
     )
     assert served.relays["b"].address in str(error)
-    mixed = bags(["b", "s", *served.kept], seed)
+    mixed = bags(["b", "s", *served.unaffected], seed)
     answer, expected = ask(mixed), one.lookup(mixed)
     assert not answer["b"].any()
     assert expected["b"].any()
@@ -107,7 +107,7 @@ def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
     "Requests that need a lost host are refused with its name and its tables, and all others are answered"
 )
 def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
-    unaffected = [bags(served.kept, seed) for seed in range(12)]
+    unaffected = [bags(served.unaffected, seed) for seed in range(12)]
     lost = [bags(served.refused, seed) for seed in range(12)]
     before = metric(served.router, "tbe_calls_total", model=MODEL)
     with ExitStack() as stack, silent(served):
@@ -183,7 +183,7 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
         assert triton_client.is_server_live()
         assert triton_client.is_model_ready(MODEL)
         with LookupClient(served.router.grpc, MODEL, 20) as client:
-            unaffected = bags(served.kept, 3)
+            unaffected = bags(served.unaffected, 3)
             client.lookup(unaffected)  # asks hosts that answer
             with pytest.raises(ServerUnavailable, match=f"host {served.lost} "):
                 client.lookup(unaffected, every_host=True)
@@ -218,7 +218,7 @@ def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(se
 @pytest.mark.parametrize("kill", one_in(2, ["tritonserver", "model"]))
 def test_a_router_that_was_killed_is_started_again_even_while_a_host_is_lost(served: Faulty, kill: str) -> None:
     one = served.versions[1].one
-    unaffected, every = bags(served.kept, 8), bags(EVERY, 8)
+    unaffected, every = bags(served.unaffected, 8), bags(EVERY, 8)
     triton_ = served.router.triton
     with by_router(served.router.grpc) as ask:
         with refused(served):
@@ -289,7 +289,7 @@ def load_of(asks: list[Ask], *either: Engine) -> Iterator[list[object]]:
             thread.join()
 
 
-def asked(server: Running) -> float:
+def request_count(server: Running) -> float:
     """How many requests a server has answered since it started."""
     return metric(server, "nv_inference_request_success")
 
@@ -299,8 +299,8 @@ def until_asked(server: Running) -> None:
 
     def is_asked() -> bool:
         try:
-            before = asked(server)
-            return asked(server) > before
+            before = request_count(server)
+            return request_count(server) > before
         except OSError:  # it is starting
             return False
 
@@ -310,7 +310,7 @@ def until_asked(server: Running) -> None:
 @contextmanager
 def every_way(served: Faulty, *relays: str, version: int = 1) -> Iterator[list[Ask]]:
     """A router and an engine that reach both hosts at the same servers."""
-    bundle, addresses = served.versions[version].bundle, served.at(*relays)
+    bundle, addresses = served.versions[version].bundle, served.addresses_of(*relays)
     with by_engine(bundle, addresses) as engine:
         if relays != ("a", "b"):
             yield [engine]
@@ -354,7 +354,7 @@ def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(ser
             for _ in range(100):
                 assert same(ask(request), one.lookup(request))
     with pytest.raises(HostUnavailable) as refused_:
-        Engine.open(served.versions[1].bundle, hosts(served.at("c")))
+        Engine.open(served.versions[1].bundle, hosts(served.addresses_of("c")))
     parts = open_bundle(served.versions[1].bundle).manifest.hosts
     said = str(refused_.value).split("; ")
     assert len(said) == 2

@@ -44,7 +44,7 @@ class Served:
     hosts: Mapping[int, FakeHost]
     liar: int
     needed: list[str]
-    kept: list[str]
+    unaffected: list[str]
 
     def addresses(self, liar: str | None = None) -> dict[int, str]:
         """Of the hosts, the liar perhaps elsewhere."""
@@ -87,7 +87,7 @@ def engine(served: Served) -> Iterator[Engine]:
 
 def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
     """Two requests of one batch: the one that needs the liar is refused by its name, the other is answered right."""
-    messages = [encode(bags(features, seed), ()) for seed, features in enumerate((served.needed, served.kept))]
+    messages = [encode(bags(features, seed), ()) for seed, features in enumerate((served.needed, served.unaffected))]
     error, answer = engine.answer([accept(engine.schema, message) for message in messages]).outcomes()
     assert type(error) is HostUnavailable
     message = str(error)
@@ -119,7 +119,7 @@ def test_a_lie_harms_those_alone_that_need_the_host(
     liar.behaviour, liar.refuses = lie, refuses
     assert_lost_and_kept(served, engine, said)
     liar.behaviour = honest
-    every = bags([*served.needed, *served.kept], 3)
+    every = bags([*served.needed, *served.unaffected], 3)
     for name, rows in served.version.one.lookup(every).items():
         np.testing.assert_array_equal(engine.lookup(every)[name], rows)
 

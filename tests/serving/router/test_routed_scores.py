@@ -79,8 +79,8 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
     (lost,) = hosts["user"]
     needed = {name for name, host in hosts.items() if lost in host}
     bags, dense = zip(*(random_whole(np.random.default_rng(seed), 1 + seed) for seed in range(8)), strict=True)
-    for each in bags:
-        each["user_id"][0] = [1, 2]
+    for request in bags:
+        request["user_id"][0] = [1, 2]
     requests = [*zip(bags, dense, strict=True), *zip((without(bag, needed) for bag in bags), dense, strict=True)]
     expected = [one.score(*request) for request in requests]
     # By number of the request: right answers since it was last looked at, wrong ones, and what others were told.
@@ -123,8 +123,8 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         finally:
             stopped.set()
             supervisor.stop(signal.SIGTERM)
-        for each in askers:
-            each.result()
+        for asker in askers:
+            asker.result()
         assert not wrong
         for number, said in failures:
             assert number < 8, said
@@ -133,6 +133,6 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         looked_up = engine.lookup(bags[3])
     assert not looked_up["user_id"].any()
     embeddings = np.concatenate([looked_up[feature.name] for feature in one.bundle.manifest.features], axis=1)
-    for name, numbers in module.behind(embeddings, dense[3]).items():
+    for name, numbers in module.dense_answer(embeddings, dense[3]).items():
         np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-5)
         assert np.abs(scores[name] - expected[3][name]).max() > 1e-3

@@ -27,7 +27,7 @@ from tests.support.servers import (
     FREE_PORTS,
     Running,
     add_gate,
-    held,
+    gate_closed,
     page,
     running,
     tbe_serve,
@@ -159,7 +159,7 @@ def test_a_server_that_drains_says_so_and_a_second_signal_ends_it_at_once(tmp_pa
         server = stack.enter_context(running(bundle.parent.parent, *options))
         client = stack.enter_context(triton.InferenceServerClient(server.grpc))
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        with held(bundle):
+        with gate_closed(bundle):
             call = pool.submit(one_call, client)
             wait_for_execution(bundle)
             assert "draining" not in status_of(server)

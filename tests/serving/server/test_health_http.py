@@ -53,7 +53,7 @@ def listening(
             yield listener.getsockname()
 
 
-def asked(url: str, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, str]:
+def status_of(url: str, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=PATIENT_S, context=tls) as response:
@@ -77,33 +77,33 @@ def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -
     health = HealthState()
     with listening(health) as address:
         ready, live = url_of(address, "/readyz"), url_of(address, "/livez")
-        assert asked(ready) == (503, "not ready: starting\n")
-        assert asked(live) == (200, "alive\n")
+        assert status_of(ready) == (503, "not ready: starting\n")
+        assert status_of(live) == (200, "alive\n")
         health.server_problem = None
-        assert asked(ready) == (200, "ready\n")
+        assert status_of(ready) == (200, "ready\n")
         health.model_problems = {"b": "a backend process died; reloading", "a": "it was paused"}
-        assert asked(ready) == (
+        assert status_of(ready) == (
             503,
             "not ready: model 'a': it was paused\nnot ready: model 'b': a backend process died; reloading\n",
         )
         health.model_problems.clear()
         health.is_stopping = True
-        assert asked(ready) == (503, "not ready: stopping\n")
-        assert asked(live) == (200, "alive\n")
+        assert status_of(ready) == (503, "not ready: stopping\n")
+        assert status_of(live) == (200, "alive\n")
 
 
 def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
     with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 61)) as address:
-        status, said = asked(url_of(address, "/livez"))
+        status, said = status_of(url_of(address, "/livez"))
         assert (status, said[:40]) == (503, "not alive: tritonserver has not been sup")
     with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 1)) as address:
-        assert asked(url_of(address, "/livez"))[0] == 200
+        assert status_of(url_of(address, "/livez"))[0] == 200
 
 
 def test_a_router_whose_host_is_lost_stays_ready_and_says_so() -> None:
     with listening() as address:
-        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
-        assert asked(url_of(address, "/readyz?verbose")) == (200, 'ready\nlost: host="1",model="m",version="1"\n')
+        assert status_of(url_of(address, "/readyz")) == (200, "ready\n")
+        assert status_of(url_of(address, "/readyz?verbose")) == (200, 'ready\nlost: host="1",model="m",version="1"\n')
 
 
 def test_metrics_are_passed_on_behind_those_of_the_server() -> None:
@@ -127,9 +127,9 @@ def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
         with operations_port(listener, health, scrape, Access()):
             url = url_of(listener.getsockname(), "")
             page = OWN.replace(b"ready 1", b"ready 0").replace(b"total 0", b"total 2")
-            assert asked(f"{url}/metrics") == (200, page.decode())
+            assert status_of(f"{url}/metrics") == (200, page.decode())
             health.server_problem = None
-            assert asked(f"{url}/readyz?verbose") == (200, "ready\n")
+            assert status_of(f"{url}/readyz?verbose") == (200, "ready\n")
 
 
 def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: Path) -> None:
@@ -176,13 +176,13 @@ def test_whatever_is_sent_the_next_is_answered(sent: bytes) -> None:
             client.shutdown(socket.SHUT_WR)
             answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
             assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
-        assert asked(url_of(address, "/livez")) == (200, "alive\n")
+        assert status_of(url_of(address, "/livez")) == (200, "alive\n")
 
 
 def test_a_connection_that_closes_before_it_asked_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with listening() as address:
         assert answer_to_nothing(address) == b""
-        assert asked(url_of(address, "/livez"))[0] == 200
+        assert status_of(url_of(address, "/livez"))[0] == 200
     assert caplog.records == []
 
 
@@ -211,7 +211,7 @@ def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
             tracemalloc.stop()
-        assert asked(url_of(address, "/livez"))[0] == 200
+        assert status_of(url_of(address, "/livez"))[0] == 200
 
 
 @pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
@@ -221,7 +221,7 @@ def test_who_holds_connections_keeps_no_probe_out() -> None:
         for client in clients[::2]:
             with suppress(OSError):
                 client.sendall(b"GET /readyz HTTP/1.1\r\n")
-        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
+        assert status_of(url_of(address, "/readyz")) == (200, "ready\n")
         # The oldest have ended.
         for client in clients[: 300 - health_http._MOST]:
             with suppress(ConnectionResetError):
@@ -264,12 +264,12 @@ def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
     access = Access(tls=tls_of(pems), operations_tls=True)
     health = HealthState(server_problem=None, tls=access.tls)
     with listening(health, access) as address:
-        assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
-        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (health.metrics() + PAGE).decode())
+        assert status_of(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
+        assert status_of(url_of(address, "/metrics", "https"), trusts) == (200, (health.metrics() + PAGE).decode())
         with pytest.raises((http.client.HTTPException, OSError)):
-            asked(url_of(address, "/readyz"))
+            status_of(url_of(address, "/readyz"))
     with listening(access=Access(tls=tls_of(pems))) as address:  # gRPC has it, this has not
-        assert asked(url_of(address, "/readyz")) == (200, "ready\n")
+        assert status_of(url_of(address, "/readyz")) == (200, "ready\n")
 
 
 def test_handshakes_that_never_end_take_a_bounded_number_of_files(
@@ -283,7 +283,7 @@ def test_handshakes_that_never_end_take_a_bounded_number_of_files(
         for client in clients:  # 40 at once, and the others when their time is over
             with suppress(ConnectionResetError):
                 assert client.recv(1) == b""
-        assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
+        assert status_of(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
 
 
 def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> None:
@@ -313,7 +313,7 @@ def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> No
 @pytest.mark.promise("With an operations token, metrics require it and probes do not")
 def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
     with listening(access=Access(operations_token="s3cret.token")) as address:
-        assert asked(url_of(address, "/readyz"))[0] == asked(url_of(address, "/livez"))[0] == 200
+        assert status_of(url_of(address, "/readyz"))[0] == status_of(url_of(address, "/livez"))[0] == 200
         wrong: list[dict[str, str]] = [
             {},
             {"Authorization": "Bearer wrong"},
@@ -321,11 +321,14 @@ def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
             {"Authorization": "Bearer s3cret.token "[:-2]},
         ]
         for headers in wrong:
-            assert asked(url_of(address, "/metrics"), None, **headers) == (
+            assert status_of(url_of(address, "/metrics"), None, **headers) == (
                 401,
                 "expected the token: `Authorization: Bearer TOKEN`\n",
             )
-        assert asked(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (200, (OWN + PAGE).decode())
+        assert status_of(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (
+            200,
+            (OWN + PAGE).decode(),
+        )
         response = answer_to(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"WWW-Authenticate: Bearer\r\n" in response
 

@@ -29,7 +29,7 @@ SHARED = Path("/dev/shm")
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def open_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that everybody reaches, with `tmp` in place of /tmp, and `captured`, into which anybody may write."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
@@ -45,13 +45,15 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def signed(place: Path, memory: str = "mapped") -> Path:
+def signed(open_folder: Path, memory: str = "mapped") -> Path:
     """A signed model that captures what it refuses; the file of trusted keys."""
     for command in ("genpkey -algorithm ed25519 -out key.pem", "pkey -in key.pem -pubout -out trusted.pem"):
-        subprocess.run(["openssl", *command.split()], cwd=place, check=True)
-    serving = ServingSettings(capture=str(place / "captured"), capture_slow_ms=1e-6, weights_memory=memory)
-    export_model(collection(SUM), place / "r", "m", ExportConfig(serving=serving), signing_key=place / "key.pem")
-    return place / "trusted.pem"
+        subprocess.run(["openssl", *command.split()], cwd=open_folder, check=True)
+    serving = ServingSettings(capture=str(open_folder / "captured"), capture_slow_ms=1e-6, weights_memory=memory)
+    export_model(
+        collection(SUM), open_folder / "r", "m", ExportConfig(serving=serving), signing_key=open_folder / "key.pem"
+    )
+    return open_folder / "trusted.pem"
 
 
 def below(*folders: Path) -> set[Path]:
@@ -75,21 +77,21 @@ def wait_for_capture(path: Path) -> None:
 @pytest.mark.promise(
     "Another user of the machine can neither read, change, remove nor reach what a running server creates"
 )
-def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(place: Path) -> None:
-    trusted = signed(place, "live")
+def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(open_folder: Path) -> None:
+    trusted = signed(open_folder, "live")
     shared = {*SHARED.iterdir()}
     with (
-        running(place / "r", "--trusted-keys", str(trusted)) as server,
+        running(open_folder / "r", "--trusted-keys", str(trusted)) as server,
         LookupClient(server.grpc, "m", 30) as client,
     ):
         client.lookup({"x": [[1]]})
         with pytest.raises(InvalidRequest):
             client.lookup({"x": [[-1]]})
-        wait_for_capture(place / "captured" / "m.jsonl")
+        wait_for_capture(open_folder / "captured" / "m.jsonl")
         children = psutil.Process(server.process.pid).children(recursive=True)
         processes = [server.process.pid, *(child.pid for child in children)]
         mine = {path for path in {*SHARED.iterdir()} - shared if is_of(path, processes, server.process.pid)}
-        created = below(place / "tmp", place / "captured") | mine
+        created = below(open_folder / "tmp", open_folder / "captured") | mine
         # Nothing was overlooked: a socket, regions, keys, a live copy of the weights, what was captured.
         assert any(stat.S_ISSOCK(path.lstat().st_mode) for path in created)
         assert {path.name for path in created} >= {"weights.0.bin", "m.jsonl", "manifest.json", "config.pbtxt"}
@@ -111,36 +113,36 @@ def is_of(path: Path, processes: list[int], server: int) -> bool:
 
 
 @pytest.mark.promise("The shared copy of weights is readable by the server's user alone")
-def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(place: Path) -> None:
+def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(open_folder: Path) -> None:
     """The file system of huge pages is mounted for the server alone; the other user comes in there."""
-    signed(place, "huge")
-    mount = f'mount -t tmpfs -o huge=always,mode=1777 tmpfs {place}/huge && exec "$0" "$@"'
-    with running(place / "r", within=("unshare", "--mount", "sh", "-ec", mount)) as server:
-        root = Path(f"/proc/{server.process.pid}/root{place}/huge")
+    signed(open_folder, "huge")
+    mount = f'mount -t tmpfs -o huge=always,mode=1777 tmpfs {open_folder}/huge && exec "$0" "$@"'
+    with running(open_folder / "r", within=("unshare", "--mount", "sh", "-ec", mount)) as server:
+        root = Path(f"/proc/{server.process.pid}/root{open_folder}/huge")
         (copy,) = root.iterdir()
         assert copy.lstat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.promise("The log of `run_server(log=…)` is readable by the server's user alone")
-def test_the_log_of_a_server_is_its_user_s_alone(place: Path) -> None:
-    export_model(collection(SUM), place / "r", "m")
-    with run_server(place / "r", FREE, log=place / "log"):
-        assert try_all([place / "log"], []) == set()
+def test_the_log_of_a_server_is_its_user_s_alone(open_folder: Path) -> None:
+    export_model(collection(SUM), open_folder / "r", "m")
+    with run_server(open_folder / "r", FREE, log=open_folder / "log"):
+        assert try_all([open_folder / "log"], []) == set()
 
 
 @pytest.mark.promise("A published bundle is readable by the user that serves it, and writable by its publisher alone")
-def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(place: Path) -> None:
+def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(open_folder: Path) -> None:
     """The user that exports and the one that serves differ."""
-    signed(place)
-    created = below(place / "r")
+    signed(open_folder)
+    created = below(open_folder / "r")
     assert len(created) > 6
     expected = {("list" if path.is_dir() else "read", str(path)) for path in created}
     assert try_all(sorted(created), []) == expected
 
 
-def test_another_user_would_be_noticed(place: Path) -> None:
+def test_another_user_would_be_noticed(open_folder: Path) -> None:
     """Of what lies open, all attempts succeed."""
-    folder = place / "tmp" / "open"
+    folder = open_folder / "tmp" / "open"
     folder.mkdir()
     folder.chmod(0o777)
     for name in ("read", "changed"):

@@ -17,7 +17,7 @@ from tests.support.models import SUM, collection
 from tests.support.servers import (
     FREE_PORTS,
     add_gate,
-    held,
+    gate_closed,
     listens,
     metric,
     running,
@@ -28,7 +28,7 @@ from tests.support.servers import (
 )
 
 
-def asked(url: str, path: str) -> tuple[int, str]:
+def status_of(url: str, path: str) -> tuple[int, str]:
     try:
         with urlopen(f"{url}{path}", timeout=30) as response:
             return response.status, response.read().decode()
@@ -43,34 +43,37 @@ def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     add_gate(bundle)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
-        assert (asked(server.operations, "/readyz"), asked(server.operations, "/livez")) == (READY, LIVE)
+        assert (status_of(server.operations, "/readyz"), status_of(server.operations, "/livez")) == (READY, LIVE)
 
         for process in stubs(server.triton, "m"):
             process.kill()
         died = (503, "not ready: model 'm': a backend process died; reloading\n")
-        until(lambda: asked(server.operations, "/readyz") == died, "it is not ready")
-        assert asked(server.operations, "/livez") == LIVE
-        until(lambda: asked(server.operations, "/readyz") == READY, "it is ready")
+        until(lambda: status_of(server.operations, "/readyz") == died, "it is not ready")
+        assert status_of(server.operations, "/livez") == LIVE
+        until(lambda: status_of(server.operations, "/readyz") == READY, "it is ready")
         assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
 
         server.triton.kill()
-        until(lambda: asked(server.operations, "/readyz")[0] == 503, "it is not ready")
-        assert asked(server.operations, "/readyz")[1].startswith(("not ready: tritonserver died", "not ready: model"))
-        assert asked(server.operations, "/livez") == LIVE
-        until(lambda: asked(server.operations, "/readyz") == READY, "it is ready")
+        until(lambda: status_of(server.operations, "/readyz")[0] == 503, "it is not ready")
+        assert status_of(server.operations, "/readyz")[1].startswith(
+            ("not ready: tritonserver died", "not ready: model")
+        )
+        assert status_of(server.operations, "/livez") == LIVE
+        until(lambda: status_of(server.operations, "/readyz") == READY, "it is ready")
         assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
         assert metric(server, "tbe_requests_total", model="m") >= 0  # metrics come from the new tritonserver
 
         answers: list[Array] = []
-        with held(bundle):
+        with gate_closed(bundle):
             waiting = threading.Thread(target=lambda: answers.append(client.lookup({"x": [[1]]})["x"]))
             waiting.start()
             wait_for_execution(bundle)
             server.process.send_signal(signal.SIGTERM)
             until(
-                lambda: asked(server.operations, "/readyz") == (503, "not ready: stopping\n"), "it says that it stops"
+                lambda: status_of(server.operations, "/readyz") == (503, "not ready: stopping\n"),
+                "it says that it stops",
             )
-            assert asked(server.operations, "/livez") == LIVE
+            assert status_of(server.operations, "/livez") == LIVE
         waiting.join(60)
         assert [answer.shape for answer in answers] == [(1, 8)]
         assert server.process.wait(60) == 0
@@ -87,11 +90,11 @@ def test_a_server_that_loads_its_models_is_alive_and_not_ready(tmp_path: Path) -
         url = f"http://{host}:8002"
         try:
             until(lambda: listens(host, 8002), "it listens")
-            assert asked(url, "/readyz") == (503, "not ready: starting\n")
-            assert asked(url, "/livez") == LIVE
+            assert status_of(url, "/readyz") == (503, "not ready: starting\n")
+            assert status_of(url, "/livez") == LIVE
             gate.unlink()
             assert process.stdout is not None
             assert json.loads(process.stdout.readline())["operations"] == url
-            assert asked(url, "/readyz") == READY
+            assert status_of(url, "/readyz") == READY
         finally:
             process.terminate()

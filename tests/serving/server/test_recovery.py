@@ -25,7 +25,7 @@ from tests.support.models import Spec, collection
 from tests.support.servers import (
     FREE,
     add_gate,
-    held,
+    gate_closed,
     metric,
     replace_model_py,
     running,
@@ -65,7 +65,7 @@ def test_health_has_a_deadline(repository: Path, tmp_path: Path) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
     with run_server(repository, FREE, log=tmp_path / "log") as server:
-        with held(bundle):
+        with gate_closed(bundle):
             done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "0.5")
         assert done.returncode == 1
         assert "Deadline Exceeded" in done.stderr
@@ -174,7 +174,7 @@ def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
     with running(repository) as server:
         client = LookupClient(server.grpc, "m", timeout_s=60, retries=Retries(attempts=1))
         expected = client.lookup({"x": [[1, 2]]})
-        with ThreadPoolExecutor(40) as pool, held(bundle):
+        with ThreadPoolExecutor(40) as pool, gate_closed(bundle):
             first = pool.submit(client.lookup, {"x": [[1, 2]]})
             wait_for_execution(bundle)
             answers = [first, *(pool.submit(client.lookup, {"x": [[1, 2]]}) for _ in range(39))]

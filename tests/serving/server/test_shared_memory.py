@@ -20,7 +20,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def left(folder: Path, name: str) -> list[Path]:
+def leave_regions(folder: Path, name: str) -> list[Path]:
     """What a server leaves that is killed."""
     paths = [folder / f"tbe-serving-{name}{end}" for end in (".lock", "-a", "-b")]
     for path in paths:
@@ -40,8 +40,8 @@ def test_a_server_s_regions_are_removed_at_its_end(shm: Path) -> None:
 
 @pytest.mark.promise("The next server removes the shared memory that a killed server left")
 def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
-    left(shm, "dead")
-    living = left(shm, "living")
+    leave_regions(shm, "dead")
+    living = leave_regions(shm, "living")
     (shm / "triton_python_backend_shm_region_of_somebody").touch()
     with living[0].open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Pa
     precious.write_text("precious")
     (shm / "tbe-serving-link.lock").symlink_to(precious)
     (shm / "tbe-serving-*.lock").touch()
-    living = left(shm, "living")
+    living = leave_regions(shm, "living")
     with living[0].open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with region_prefix():
@@ -82,7 +82,7 @@ def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Pa
 
 
 def test_what_another_user_left_is_theirs(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = left(shm, "theirs")
+    paths = leave_regions(shm, "theirs")
     monkeypatch.setattr(os, "getuid", lambda: paths[0].stat().st_uid + 1)
     with region_prefix():
         pass

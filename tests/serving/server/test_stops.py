@@ -15,7 +15,7 @@ from tests.support.models import exported
 from tests.support.server_waits import PATIENCE_S, another_answers, ended, stopped, wait_until
 from tests.support.servers import (
     add_gate,
-    held,
+    gate_closed,
     replace_model_py,
     running,
     slow_start,
@@ -60,7 +60,7 @@ def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answ
     bundle = repository / "m" / "1"
     add_gate(bundle)
     patient = running(repository, first=PATIENT)
-    with patient as server, grpc.insecure_channel(server.grpc) as channel, held(bundle):
+    with patient as server, grpc.insecure_channel(server.grpc) as channel, gate_closed(bundle):
         if answers:
             call = channel.unary_unary(METHOD).future(message(), timeout=PATIENCE_S)
             wait_for_execution(bundle)

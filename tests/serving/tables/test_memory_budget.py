@@ -49,23 +49,23 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
-def taken(bundle: Path) -> int:
+def bytes_taken(bundle: Path) -> int:
     return sum(weights_of_others(bundle, [bundle / WEIGHTS]).values())
 
 
 def test_bundles_in_use_take_their_weights_once(repository: Path) -> None:
     first, second, other = repository / "m" / "1", repository / "m" / "2", repository / "other" / "1"
     size = (first / WEIGHTS).stat().st_size
-    assert taken(other) == 0
+    assert bytes_taken(other) == 0
     descriptors = [hold(first), hold(first), hold(second)]
-    assert taken(other) == size  # one file, whoever has it open
-    assert taken(first) == taken(second) == 0
+    assert bytes_taken(other) == size  # one file, whoever has it open
+    assert bytes_taken(first) == bytes_taken(second) == 0
     os.close(descriptors.pop())
     descriptors.append(hold(other))
-    assert taken(first) == taken(second) == size
+    assert bytes_taken(first) == bytes_taken(second) == size
     for descriptor in descriptors:
         os.close(descriptor)
-    assert taken(first) == taken(other) == 0
+    assert bytes_taken(first) == bytes_taken(other) == 0
 
 
 def test_other_processes_count(repository: Path) -> None:
@@ -75,12 +75,12 @@ def test_other_processes_count(repository: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert taken(repository / "m" / "1") == (repository / "other" / "1" / WEIGHTS).stat().st_size
+        assert bytes_taken(repository / "m" / "1") == (repository / "other" / "1" / WEIGHTS).stat().st_size
         process.communicate()
-    assert taken(repository / "m" / "1") == 0
+    assert bytes_taken(repository / "m" / "1") == 0
 
 
 def test_somebody_who_only_looks_does_not_count(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = [hold(repository / "other" / "1")]
     monkeypatch.setattr("time.sleep", lambda _: os.close(descriptors.pop()))  # gone after the first look
-    assert taken(repository / "m" / "1") == 0
+    assert bytes_taken(repository / "m" / "1") == 0

@@ -121,7 +121,7 @@ def everything() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def taken(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def valid_value(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """In a folder with what commands need: a port that somebody listens on."""
     folder = tmp_path_factory.mktemp("options")
     shutil.copytree(repository / "mixed", folder / "repository" / "mixed")
@@ -144,12 +144,12 @@ def test_every_command_is_tried() -> None:
 
 @pytest.mark.parametrize(("app", "command", "param"), one_in(9, everything()))
 def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
-    app: typer.Typer, command: str, param: Any, taken: str, capfd: pytest.CaptureFixture[str]
+    app: typer.Typer, command: str, param: Any, valid_value: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = []
     for value in values(param):
         capfd.readouterr()
-        done = CliRunner().invoke(app, typed(command, param, value, taken), input='{"a": [[1]]}')
+        done = CliRunner().invoke(app, typed(command, param, value, valid_value), input='{"a": [[1]]}')
         written = capfd.readouterr().err  # what libraries wrote past Python
         if not (is_taken(done, command) or is_refused(done, command, param, value)) or (done.exit_code and written):
             wrong.append(f"{value[:40]!r}: {done.exit_code} {done.exception!r}: {done.stderr[:300]}{written[:300]}")
