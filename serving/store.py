@@ -58,6 +58,9 @@ class Store:
         ConfigurationError: `url` is not the URL of a store, or the environment has unusable settings.
     """
 
+    # What to install where obstore is missing.
+    package = "obstore"
+
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         scheme, _, path = self.url.partition("://")
@@ -70,7 +73,7 @@ class Store:
             import obstore
             from obstore.store import from_url
         except ImportError as error:
-            raise ConfigurationError(f"{url}: needs a package: pip install obstore") from error
+            raise ConfigurationError(f"{url}: needs a package: pip install {self.package}") from error
         self._obstore = obstore
         large: dict[str, Any] = {} if scheme == "file" else {"retry_config": {"max_retries": 5}}
         small: dict[str, Any] = {} if scheme == "file" else _for_small(_SCHEMES[scheme])

@@ -26,6 +26,8 @@ class ObjectState(NamedTuple):
 class Objects(Store):
     """The objects below a URL. They are read and written by their names below it."""
 
+    package = "'tbe-serving[batch]'"
+
     def states(self, prefix: str = "") -> dict[str, ObjectState]:
         """The objects below a prefix, which ends where a part of a name does.
 

@@ -108,7 +108,7 @@ def test_the_extras_are_the_purposes() -> None:
     extras = project["optional-dependencies"]
     for extra, purposes in {
         "engine": ["serve"],
-        "batch": ["dev"],
+        "batch": ["serve", "dev"],
         "export": ["serve", "export"],  # export.txt is beside serve.txt
         "server": ["serve", "triton"],
         "demo": ["demo"],

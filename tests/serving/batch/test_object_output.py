@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,13 @@ def test_credentials_that_are_missing_are_named(url: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # a machine without a role
     with pytest.raises(ServerUnavailable, match="no credentials: neither AWS_ACCESS_KEY_ID and so on"):
         find_inputs([url])
+
+
+def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects.objects_of.cache_clear()
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket: needs a package: pip install 'tbe-serving\[batch\]'"):
+        find_inputs(["s3://bucket/day.parquet"])
 
 
 def test_an_object_is_scored_into_a_prefix(url: str, s3: S3, bundle: Path, day: Path, tmp_path: Path) -> None:
