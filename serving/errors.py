@@ -224,5 +224,10 @@ def quoted(names: Iterable[str]) -> str:
     return listed(map(repr, names), most=8)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 file" and "2,000 files"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode()

@@ -14,7 +14,7 @@ from export.commands.module import (
     build_module,
 )
 from serving.bundle.load import open_bundle
-from serving.errors import ConfigurationError
+from serving.errors import ConfigurationError, counted
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import WeightsMemory
@@ -92,7 +92,7 @@ def delta(
         out.print(f"{model}: no row differs from the stored ones; nothing was published", soft_wrap=True)
         return
     out.print(
-        f"{_shown(published.path, deltas)}: {published.rows:,} rows, delta {published.sequence} of version "
+        f"{_shown(published.path, deltas)}: {counted(published.rows, 'row')}, delta {published.sequence} of version "
         f"{published.version}",
         soft_wrap=True,
     )
@@ -128,8 +128,8 @@ def squash(
         trusted_keys=trusted_keys,
     )
     out.print(
-        f"{_shown(squashed.path, deltas)}: {squashed.rows:,} rows, deltas up to {squashed.sequence} of version "
-        f"{squashed.version} as one",
+        f"{_shown(squashed.path, deltas)}: {counted(squashed.rows, 'row')}, deltas up to {squashed.sequence} of "
+        f"version {squashed.version} as one",
         soft_wrap=True,
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -134,12 +135,9 @@ class DtypeScorer:
             ModelError: a score is not a number.
         """
         try:
-            ids, dense = self._request(batch)
-            looked_up = {
-                dtype: by_feature(self._manifest, ids, engine.outputs(ids)) for dtype, engine in self._engines.items()
-            }
+            ids, dense, looked_up = self._look_up(batch)
         except InvalidRequest as error:
-            raise ConfigurationError(f"{batch.where}: {error}") from error
+            raise self._refusal(batch, error) from error
         inputs = request_inputs(self._manifest, self._part.inputs, ids, dense)
         scores = []
         for dtypes in bundles:
@@ -159,6 +157,23 @@ class DtypeScorer:
                 "with a checkpoint, trained_memory = 0 in the --config file, to compare with a bundle of FP32 rows"
             ) from error
         return scores, _checked(batch, by_model)
+
+    def _look_up(self, batch: LabelledBatch) -> tuple[Tensors, Mapping[str, Array], dict[WeightDtype, Any]]:
+        """A batch as a request, and the answer to it in each dtype, by feature."""
+        ids, dense = self._request(batch)
+        looked_up = {
+            dtype: by_feature(self._manifest, ids, engine.outputs(ids)) for dtype, engine in self._engines.items()
+        }
+        return ids, dense, looked_up
+
+    def _refusal(self, batch: LabelledBatch, error: InvalidRequest) -> ConfigurationError:
+        """The error that names the first refused row of a batch, or the rows that are only refused together."""
+        for half in batch.halves() if batch.halves is not None else ():
+            try:
+                self._look_up(half)
+            except InvalidRequest as error_of_half:
+                return self._refusal(half, error_of_half)
+        return ConfigurationError(f"{batch.where}: {error}")
 
     def _request(self, batch: LabelledBatch) -> tuple[Tensors, Mapping[str, Array]]:
         """A batch as a request for all keys, in the manifest's order, and its dense inputs, checked as in serving."""

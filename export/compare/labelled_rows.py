@@ -23,11 +23,12 @@ class LabelledBatch:
     """Some labelled rows.
 
     Attributes:
-        where: the file and the rows or line, for messages.
+        where: the file, and the row group with the rows (from 0), or the line; for messages.
         features: ids by feature, as `Engine.score` takes them.
         dense: dense inputs by name, as `Engine.score` takes them.
         labels: bool [B].
         nulls: what null lists and ids are, as in `serving.requests.encoding.encode`.
+        halves: makes two batches of the rows. None: there is one row, or the rows belong together.
     """
 
     where: str
@@ -35,6 +36,7 @@ class LabelledBatch:
     dense: Any
     labels: Labels
     nulls: Nulls = "refuse"
+    halves: "Callable[[], tuple[LabelledBatch, LabelledBatch]] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,52 +143,68 @@ def _columns_to_read(path: Path, schema: Any, columns: BatchColumns, label: str)
 
 
 def _read_parquet(path: Path, columns: BatchColumns, label: str, nulls: Nulls) -> Iterator[LabelledBatch]:
-    start = 0
     with _parquet_file(path) as file:
         names = _columns_to_read(path, file.schema_arrow, columns, label)
-        batches = file.iter_batches(BATCH_ROWS, columns=names)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
-                raise ConfigurationError(f"labelled: {path}: rows from {start} cannot be read: {error}") from error
-            if batch is None:
-                return
-            if not batch.num_rows:
-                continue
-            stop = start + batch.num_rows
-            yield LabelledBatch(
-                f"labelled: {path}: rows {start} to {stop - 1}",
-                *columns.request(batch),
-                labels_of_column(path, label, batch[label], start),
-                nulls,
-            )
-            start = stop
+        for row_group in range(file.num_row_groups):
+            where = f"labelled: {path}: row group {row_group}"
+            start = 0
+            batches = file.iter_batches(BATCH_ROWS, row_groups=[row_group], columns=names)
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (OSError, ValueError) as error:  # pyarrow's errors are of these classes
+                    raise ConfigurationError(f"{where}: rows from {start} cannot be read: {error}") from error
+                if batch is None:
+                    break
+                if batch.num_rows:
+                    yield _batch_of_rows(where, start, batch, columns, label, nulls)
+                start += batch.num_rows
 
 
-def labels_of_column(path: Path, label: str, column: Any, start: int) -> Labels:
+def _batch_of_rows(
+    where: str, start: int, rows: Any, columns: BatchColumns, label: str, nulls: Nulls
+) -> LabelledBatch:
+    """The rows of a pyarrow RecordBatch, the first of which is the row `start` of a row group."""
+
+    def halves() -> tuple[LabelledBatch, LabelledBatch]:
+        middle = rows.num_rows // 2
+        return (
+            _batch_of_rows(where, start, rows.slice(0, middle), columns, label, nulls),
+            _batch_of_rows(where, start + middle, rows.slice(middle), columns, label, nulls),
+        )
+
+    stop = start + rows.num_rows
+    return LabelledBatch(
+        f"{where}, row {start}" if rows.num_rows == 1 else f"{where}, rows {start} to {stop - 1}",
+        *columns.request(rows),
+        labels_of_column(where, label, rows[label], start),
+        nulls,
+        halves if rows.num_rows > 1 else None,
+    )
+
+
+def labels_of_column(where: str, label: str, column: Any, start: int) -> Labels:
     """The labels in a pyarrow Array, bool [B].
 
     Args:
-        path: the file, for messages.
+        where: the file and the row group, for messages.
         label: the column's name.
         column: booleans, or numbers that are 0 or 1.
-        start: the number of its first row in the file, counted from 0.
+        start: the number of its first row in the row group, from 0.
 
     Raises:
         ConfigurationError: naming the first row with another value.
     """
     numbers = column.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind not in "biuf" and column.null_count == 0:
-        raise ConfigurationError(f"labelled: {path}: column {label!r}: expected labels 0 and 1, got {column.type}")
+        raise ConfigurationError(f"{where}: column {label!r}: expected labels 0 and 1, got {column.type}")
     is_label = np.isin(numbers, (0, 1))
     if column.null_count:
         is_label &= column.is_valid().to_numpy(zero_copy_only=False)
     if not is_label.all():
         row = int(np.argmin(is_label))
         raise ConfigurationError(
-            f"labelled: {path}: column {label!r}: row {start + row} (counted from 0): expected the label 0 or 1, "
-            f"got {column[row].as_py()!r}"
+            f"{where}, row {start + row}: column {label!r}: expected the label 0 or 1, got {column[row].as_py()!r}"
         )
     labels: Labels = numbers == 1
     return labels

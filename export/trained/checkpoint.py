@@ -17,6 +17,7 @@ from export.trained.checkpoint_prefix import MatchedKeys, ModelKeys, Saved, matc
 from export.trained.stored_tensors import InFile, InMemory, Narrowed, StoredTensor
 from export.trained.tables import TrainedTable
 from export.trained.torch_save_file import locate_tensors
+from serving.errors import counted
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -103,8 +104,7 @@ class Checkpoint:
         if self._matched is None:
             return None
         under = f"`{self._matched.prefix}` of " if self._matched.prefix else ""
-        keys = "1 key" if self._matched.unused == 1 else f"{self._matched.unused:,} keys"
-        return f"weights from {under}{Path(self._source).name}; {keys} unused"
+        return f"weights from {under}{Path(self._source).name}; {counted(self._matched.unused, 'key')} unused"
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.

@@ -77,10 +77,10 @@ class BatchColumns:
         columns = []
         for name in (*self.inputs.keys, *self.inputs.dense, *weights):
             for column in self._columns_of(name):
-                self._expect_column(path, schema, column, f"the input {name!r}: name another in --columns")
+                self._expect_column(path, schema, column, f"the input {name!r}: name another in `columns`")
                 columns.append(column)
         for column in self.keep:
-            self._expect_column(path, schema, column, "--keep")
+            self._expect_column(path, schema, column, "`keep`")
         return [*dict.fromkeys([*columns, *self.keep])]
 
     def request(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:

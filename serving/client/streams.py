@@ -142,7 +142,7 @@ class AnswerStream:
             info, tensors = chunk.request
             return Answered(chunk, await self._session.answer(call, tensors, info, self._method))
         except ServingError as error:
-            return Answered(chunk, name_chunk(error, chunk.first))
+            return Answered(chunk, name_chunk(error, chunk.first, sample_count(tensors)))
 
     async def join(self, call: MakeCall, answered: Answered) -> list[Any]:
         """Add the answer to the next chunk. Returns the answer to its batch if the chunk is the last one.

@@ -12,7 +12,7 @@ from serving.batch.columns import OnError, read_column_names
 from serving.batch.sources import BundleSource, ServerSource, Source
 from serving.client import Tls
 from serving.commands.connection import TlsOf, say, takes_tls
-from serving.errors import ConfigurationError
+from serving.errors import ConfigurationError, counted
 from serving.files import is_utf8
 from serving.requests.input_forms import Nulls
 from serving.requests.streams import STREAM_TIMEOUT_S
@@ -102,12 +102,12 @@ def score_files(
             progress=show,
         )
     seconds = time.monotonic() - started
-    where = f"{summary.parts} files" if partition_by is None else f"folders by {partition_by}"
-    out.print(f"{out_folder}: {summary.rows - summary.skipped_rows:,} rows in {where}")
+    where = counted(summary.parts, "file") if partition_by is None else f"folders by {partition_by}"
+    out.print(f"{out_folder}: {counted(summary.rows - summary.skipped_rows, 'row')} in {where}")
     if summary.skipped_rows:
-        out.print(f"{summary.errors}: {summary.skipped_rows:,} rows that were skipped")
+        out.print(f"{summary.errors}: skipped {counted(summary.skipped_rows, 'row')}")
     rate = summary.scored_rows / seconds
-    out.print(f"scored {summary.scored_rows:,} rows in {seconds:.1f} s: {rate:,.0f} rows/s")
+    out.print(f"scored {counted(summary.scored_rows, 'row')} in {seconds:.1f} s: {rate:,.0f} rows/s")
     if price_per_hour is not None and rate:
         out.print(f"a million rows cost {price_per_hour * 1e6 / rate / 3600:.4f}")
 
@@ -144,7 +144,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             return
         said = time.monotonic()
         left = f", {(total - done) / speed:,.0f} s left" if speed else ""
-        say(f"{done:,} of {total:,} rows, {speed:,.0f} rows/s{left}")
+        say(f"{done:,} of {counted(total, 'row')}, {speed:,.0f} rows/s{left}")
 
     if not err.is_terminal:
         yield say_line

@@ -85,7 +85,7 @@ def answer_chunks(chunks: Iterator[Tensors], answer: Callable[[Tensors], Mapping
         try:
             answers.append(answer(chunk))
         except ServingError as error:
-            name_chunk(error, samples)
+            name_chunk(error, samples, sample_count(chunk))
             raise
         samples += sample_count(chunk)
     return joined(answers), samples
@@ -97,10 +97,17 @@ def name_batch(error: ServingError, number: int) -> ServingError:
     return error
 
 
-def name_chunk(error: ServingError, first: int) -> ServingError:
-    """The error of a chunk of a batch. Its message says which sample it counts from, if that is not the first."""
+def name_chunk(error: ServingError, first: int, samples: int) -> ServingError:
+    """The error of a chunk of a batch. Its message says which samples of the batch the chunk has.
+
+    Args:
+        error: counts samples from the first of the chunk.
+        first: the number of that sample in the batch.
+        samples: of the chunk.
+    """
     if first:
-        error.args = (f"counted from sample {first}: {error}", *error.args[1:])
+        where = f"sample {first}" if samples == 1 else f"samples {first} to {first + samples - 1}"
+        error.args = (f"{where} of the batch (sample 0 below is sample {first}): {error}", *error.args[1:])
     return error
 
 

@@ -43,7 +43,7 @@ def test_published_rows_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         save_file({"item/ids": np.array([5]), "item/rows": np.full((1, 8), 0.25, np.float32)}, "rows.safetensors")
         done = tbe_export(*command("tbe-export delta")[1:])
         assert done.exit_code == 0, done.output
-        assert re.fullmatch(r"\S+/000000000002.safetensors: 1 rows, delta 2 of version 1\n", done.output)
+        assert re.fullmatch(r"\S+/000000000002.safetensors: 1 row, delta 2 of version 1\n", done.output)
         wait_for_row(client, 5, 0.25)
         wait_for_row(client, 3, 0.5)
         assert re.search(r"^movies .* 2$", tbe_serve("status", server.grpc).stdout, re.MULTILINE)

@@ -646,7 +646,7 @@ def test_the_command_says_where_in_the_store_a_delta_is(url: str, tmp_path: Path
     )
     assert said.exit_code == 0, said.output
     assert said.output == (
-        f"{url}.deltas/m/{lineage(bundle).name}/000000000001.safetensors: 1 rows, delta 1 of version 1\n"
+        f"{url}.deltas/m/{lineage(bundle).name}/000000000001.safetensors: 1 row, delta 1 of version 1\n"
     )
     said = tbe_export(
         "delta", str(bundle.parent), "--rows", str(tmp_path / "rows.safetensors"), "--deltas", f"{url}.deltas/"

@@ -40,7 +40,7 @@ def test_rows_are_read_in_batches_with_the_columns_of_the_model(tmp_path: Path) 
     assert [(*batch.features, *batch.dense) for batch in batches] == [("item", "price")] * len(batches)
     ids = [bag for batch in batches for bag in batch.features["item"].to_pylist()]
     assert ids == [[number] for number in range(labels.size)]
-    assert batches[0].where.endswith(f"day.parquet: rows 0 to {batches[0].labels.size - 1}")
+    assert batches[0].where.endswith(f"day.parquet: row group 0, rows 0 to {batches[0].labels.size - 1}")
 
 
 def test_the_parquet_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_names_of_columns_that_cannot_be_used_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match="columns: 'itme': expected an input of the model, one of 'item'"):
         LabelledRows(day, "click", {"itme": "item"}).open(COLUMNS)
     with pytest.raises(
-        ConfigurationError, match="expected a column 'id' for the input 'item': name another in --columns"
+        ConfigurationError, match="expected a column 'id' for the input 'item': name another in `columns`"
     ):
         LabelledRows(day, "click", {"item": "id"}).open(COLUMNS)
     with pytest.raises(ConfigurationError, match="columns: expected a parquet file"):
@@ -88,11 +88,11 @@ def test_labels_of_any_numbers_are_taken(tmp_path: Path, kind: pa.DataType) -> N
 @pytest.mark.parametrize(
     ("labels", "why"),
     [
-        pytest.param([0, 1] * 2000 + [None], "row 4000 (counted from 0): expected the label 0 or 1, got None", id="null"),
-        pytest.param([0] * 2500 + [2], "row 2500 (counted from 0): expected the label 0 or 1, got 2", id="two"),
-        pytest.param([0.0, 0.5], "row 1 (counted from 0): expected the label 0 or 1, got 0.5", id="a share"),
-        pytest.param([0.0, float("nan")], "row 1 (counted from 0): expected the label 0 or 1, got nan", id="NaN"),
-        pytest.param([True, None], "row 1 (counted from 0): expected the label 0 or 1, got None", id="null boolean"),
+        pytest.param([0, 1] * 2000 + [None], "row group 2, row 1000: column 'click': expected the label 0 or 1, got None", id="null"),
+        pytest.param([0] * 2500 + [2], "row group 1, row 1000: column 'click': expected the label 0 or 1, got 2", id="two"),
+        pytest.param([0.0, 0.5], "row group 0, row 1: column 'click': expected the label 0 or 1, got 0.5", id="a share"),
+        pytest.param([0.0, float("nan")], "row group 0, row 1: column 'click': expected the label 0 or 1, got nan", id="NaN"),
+        pytest.param([True, None], "row group 0, row 1: column 'click': expected the label 0 or 1, got None", id="null boolean"),
         pytest.param(["no", "yes"], "expected labels 0 and 1, got string", id="text"),
         pytest.param([[0], [1]], "expected labels 0 and 1, got list", id="lists"),
     ],

@@ -175,14 +175,14 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
         measured(path)
 
 
-def test_an_id_outside_of_a_table_is_refused_by_its_file_and_rows(tmp_path: Path) -> None:
+def test_an_id_outside_of_a_table_is_refused_by_its_file_and_row(tmp_path: Path) -> None:
     path = write_labelled(tmp_path / "day.parquet", 900)
     table = pq.read_table(path)
     ids = table["idle_id"].to_numpy().copy()
     ids[750] = ROWS
-    pq.write_table(table.set_column(table.column_names.index("idle_id"), "idle_id", [ids]), path)
+    pq.write_table(table.set_column(table.column_names.index("idle_id"), "idle_id", [ids]), path, row_group_size=700)
     with pytest.raises(
-        ConfigurationError, match=r"day\.parquet: rows 0 to 899: feature 'idle_id': .*got 200 for sample 750"
+        ConfigurationError, match=r"day\.parquet: row group 1, row 50: feature 'idle_id': .*got 200 for sample 0"
     ):
         measured(path)
 

@@ -65,7 +65,7 @@ def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: P
     mend = f"tbe-serve configure {repository / 'm'} --weights-memory live"
     assert tbe_export(*command).stdout.endswith(f"\nno server applies it until you run `{mend}`\n")
     assert tbe_serve(*mend.split()[1:]).returncode == 0
-    assert tbe_export(*command).stdout.endswith("1 rows, delta 2 of version 1\n")
+    assert tbe_export(*command).stdout.endswith("1 row, delta 2 of version 1\n")
 
 
 def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: Path) -> None:

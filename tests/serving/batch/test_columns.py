@@ -64,11 +64,11 @@ def test_other_names_are_refused(names: Any, keep: list[str], message: str) -> N
         (
             {"x": "y"},
             [],
-            "day: expected a column 'y' for the input 'x': name another in --columns, got the columns 'id'",
+            "day: expected a column 'y' for the input 'x': name another in `columns`, got the columns 'id'",
         ),
         ({"price": ["p0", "p2"]}, [], "day: expected a column 'p2' for the input 'price'"),
         ({"w.weights": "v"}, [], r"day: expected a column 'v' for the input 'w\.weights'"),
-        ({}, ["ts"], "day: expected a column 'ts' for --keep"),
+        ({}, ["ts"], "day: expected a column 'ts' for `keep`"),
     ],
 )
 def test_a_file_without_a_column_is_refused(names: Any, keep: list[str], message: str) -> None:

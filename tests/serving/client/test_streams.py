@@ -130,7 +130,9 @@ def test_an_error_has_the_place_and_the_number_of_its_batch(fake: FakeServer, ad
     batches = [batch(2), batch(3), {"y": [[1]]}, {"x": [[None]]}, batch(4)]
     answers = stream(address, batches, in_flight=1)
     assert len(next(answers)["x"]) == 2
-    with pytest.raises(InvalidRequest, match=r"^batch 1: counted from sample 2: .*feature 'x': odd"):
+    with pytest.raises(
+        InvalidRequest, match=r"^batch 1: sample 2 of the batch \(sample 0 below is sample 2\): .*feature 'x': odd"
+    ):
         next(answers)
     first, odd, other, null, last = stream(address, batches, in_flight=1, errors="yield")
     assert (len(first["x"]), len(last["x"])) == (2, 4)
@@ -278,5 +280,6 @@ def test_a_hundred_thousand_rows_are_scored_as_an_engine_scores_them(tmp_path: P
             wrong = table.set_column(2, "z", pa.array([*[0] * 99_999, 10]))
             (error,) = stream(server.grpc, [wrong], "ranker", method="score", errors="yield")
             assert re.match(
-                r"batch 0: counted from sample 98304: .*feature 'z': expected an id in \[0, 10\)", str(error)
+                r"batch 0: samples 98304 to 99999 of the batch \(sample 0 below is sample 98304\): .*feature 'z': expected an id in \[0, 10\)",
+                str(error),
             )

@@ -87,7 +87,7 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
     command = scoring(day, repository, tmp_path)
     done = tbe_serve(*command)
     assert done.returncode == 1
-    assert "expected a column 'x' for the input 'x': name another in --columns, got the columns 'id'" in done.stderr
+    assert "expected a column 'x' for the input 'x': name another in `columns`, got the columns 'id'" in done.stderr
     assert tbe_serve(*command, "--columns", str(tmp_path / "map.toml")).returncode == 0
     assert parquet.read_table(tmp_path / "scores").num_rows == ROWS
 
@@ -102,8 +102,8 @@ def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
     done = tbe_serve(*command, "--on-error", "skip")
     assert done.returncode == 0
     assert done.stdout.splitlines()[:2] == [
-        f"{tmp_path}/scores: 9 rows in 1 files",
-        f"{tmp_path}/scores.errors.jsonl: 1 rows that were skipped",
+        f"{tmp_path}/scores: 9 rows in 1 file",
+        f"{tmp_path}/scores.errors.jsonl: skipped 1 row",
     ]
 
 
@@ -122,7 +122,7 @@ def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
             ("--bundle", "RANKER", "--keep", "like"), "--keep: 'like': expected another column", id="an output"
         ),
         pytest.param(
-            ("--bundle", "RANKER", "--keep", "ts"), "expected a column 'ts' for --keep", id="no such column"
+            ("--bundle", "RANKER", "--keep", "ts"), "expected a column 'ts' for `keep`", id="no such column"
         ),
         pytest.param(("--bundle", "RANKER", "--on-error", "stop"), "'stop'", id="another word"),
     ],

@@ -92,14 +92,17 @@ def test_an_error_is_raised_at_the_place_of_its_batch(models: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_an_error_says_where_its_samples_are_counted_from(models: Path) -> None:
+def test_an_error_says_which_samples_of_the_batch_it_counts(models: Path) -> None:
     bags, dense = random_batch(0, 10)
     bags["z"] = [[0]] * 7 + [[10]] * 3
     with Engine.open(models / "ranker" / "1") as engine:
-        with pytest.raises(IdsOutside, match=r"batch 0: counted from sample \d: feature 'z'") as refused:
+        with pytest.raises(
+            IdsOutside, match=r"batch 0: samples \d to \d of the batch \(sample 0 below is sample \d\): feature 'z'"
+        ) as refused:
             next(engine.stream([(bags, dense)]))
-        first, sample = map(int, re.findall(r"sample (\d)", str(refused.value)))
+        _, first, sample = map(int, re.findall(r"sample (\d)", str(refused.value)))
         assert first + sample == 7
+        assert f"samples {first} to " in str(refused.value)
 
 
 @pytest.mark.parametrize(
