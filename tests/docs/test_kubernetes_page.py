@@ -24,5 +24,5 @@ def test_the_page_names_exactly_the_options_and_their_defaults() -> None:
     assert named["--replicas"] == str(options["--replicas"].default)
     assert named["--metrics-from"] == f"`{options['--metrics-from'].default}`"
     assert {option for option, param in options.items() if param.required} == {
-        option for option, default in named.items() if default == "asked for"
+        option for option, default in named.items() if default == "required"
     }
