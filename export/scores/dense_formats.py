@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import geometric_mean, median
-from time import perf_counter
+from statistics import geometric_mean
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from export.batchability.probes import Run, run_probes
 from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, compiler_line, first_line
+from export.relative_time import relative_time
 from export.scores.aot_inductor import compile_to_native
 from export.scores.dense_subgraph import DenseSubgraph
 from export.scores.dense_weights import with_dtype
@@ -38,9 +38,8 @@ from serving.torchscript import torchscript, torchscript_error
 _PRIVATE_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom")
 # What an error of `--compile` begins with, after the class of the model.
 _NATIVE = "its forward cannot be compiled to native code, export it without --compile"
-# Rounds in which two formats take turns, after calls that compile TorchScript. A format comes before an earlier one
-# only if it takes less than this part of the time.
-_ROUNDS, _FIRST_CALLS, _CLEARLY_FASTER = 15, 4, 0.9
+# A format comes before an earlier one only if it takes less than this part of the time.
+_CLEARLY_FASTER = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,13 @@ def _fastest_first(files: Sequence[CompiledFile], requests: Sequence[Sequence[Te
     """
     if len(files) == 1:
         return [*files]
-    times = {file.file.name: geometric_mean(_relative_times(files[0], file, requests)) for file in files}
+    first_forward = files[0].forward
+    times = {
+        file.file.name: geometric_mean(
+            relative_time(partial(first_forward, *request), partial(file.forward, *request)) for request in requests
+        )
+        for file in files
+    }
     ordered = sorted(
         files, key=lambda file: 1.0 if times[file.file.name] > _CLEARLY_FASTER else times[file.file.name]
     )
@@ -276,26 +281,3 @@ def _fastest_first(files: Sequence[CompiledFile], requests: Sequence[Sequence[Te
         replace(file, file=msgspec.structs.replace(file.file, relative_time=times[file.file.name] / first))
         for file in ordered
     ]
-
-
-def _relative_times(one: CompiledFile, other: CompiledFile, requests: Sequence[Sequence[Tensor]]) -> list[float]:
-    """The median time of a call of `other` divided by that of `one`, for each request. They take turns."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a server
-    try:
-        with torch.inference_mode():
-            ratios = []
-            for request in requests:
-                for _ in range(_FIRST_CALLS):
-                    one.forward(*request), other.forward(*request)
-                rounds = [(_seconds(one, request), _seconds(other, request)) for _ in range(_ROUNDS)]
-                ratios.append(median(of_other / of_one for of_one, of_other in rounds))
-            return ratios
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _seconds(file: CompiledFile, request: Sequence[Tensor]) -> float:
-    started = perf_counter()
-    file.forward(*request)
-    return perf_counter() - started

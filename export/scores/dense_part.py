@@ -50,6 +50,7 @@ from export.trained.tables import Trained
 from export.trained.trained_answers import record_answers
 from export.trained.wrapped_collections import is_sequence
 from export.user_side.compile import SplitPart, UserSidePrograms, compile_user_side, names_of_user_side
+from export.user_side.fewest_items import with_fewest_items
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DenseFile, DensePart, UserSide
 from serving.requests.types import Ids, Tensors
@@ -171,7 +172,8 @@ def compile_dense_part(
         if isinstance(compiled, str):
             notes = (*notes, f"user_side: all requests are scored by the whole dense part: {compiled}")
         else:
-            programs, part = compiled, msgspec.structs.replace(part, user_side=compiled.side)
+            programs = with_fewest_items(compiled, split, formats.files[0].forward, inputs)
+            part = msgspec.structs.replace(part, user_side=programs.side)
     return CompiledDensePart(
         formats, part, dense_model.request, inputs, trained_scores, eager_scores, notes, programs
     )

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, fx
 
-from export.batchability.differences import Numbers, largest_difference, rounding_limit
+from export.batchability.differences import largest_difference, rounding_limit
 from export.batchability.find_mixing import Interpreted, dynamic_dims
 from export.batchability.probes import Run
 from export.batchability.rounding import Rounding
@@ -200,10 +200,13 @@ def _difference(
     limits = {name: rounding_limit(numbers, split.part.dtype) for name, numbers in serve(probe).items()}
     for user, count in zip(_USERS, _ITEMS, strict=True):
         samples = torch.arange(user, user + count) % probe.samples
-        whole, tensors = _ranking(probe, split, user, samples)
+        whole, tensors = ranking(probe, split, user, samples)
         expected = serve(whole)
         rounding = Rounding(serve, whole, expected, split.part.dtype, is_usual=is_usual)
-        for name, numbers in _run(user_program, items_program, split, tensors).items():
+        with torch.no_grad(), quiet():
+            answers = call_programs(user_program, items_program, split, tensors)
+        for output, answer in zip(split.part.outputs, answers, strict=True):
+            name, numbers = output.name, answer.numpy()
             if numbers.shape != expected[name].shape:
                 return f"output {name!r} has the shape {list(numbers.shape)} in place of {list(expected[name].shape)}"
             off = largest_difference(numbers, expected[name])
@@ -212,7 +215,7 @@ def _difference(
     return None
 
 
-def _ranking(
+def ranking(
     probe: DenseInputs, split: SplitPart, user: int, samples: Tensor
 ) -> tuple[DenseInputs, list[tuple[Tensor, Tensor]]]:
     """A probe with one user in all samples: for the whole dense part; and each tensor for one sample, and for all."""
@@ -233,13 +236,18 @@ def _ranking(
     return whole, [*zip(single.tensors(part.jagged), whole.tensors(part.jagged), strict=True)]
 
 
-def _run(
+def call_programs(
     user: Forward, items: Forward, split: SplitPart, tensors: Sequence[tuple[Tensor, Tensor]]
-) -> Mapping[str, Numbers]:
-    """The answers of the programs, by output."""
+) -> Sequence[Tensor]:
+    """What the programs answer.
+
+    Args:
+        user: the first program.
+        items: the second.
+        split: the description of the dense part.
+        tensors: the embeddings, then each other input: for one sample of the user, and for all items.
+    """
     (row, rows), *others = tensors
-    with torch.no_grad(), quiet():
-        of_user = user(row, *(others[number][0] for number in split.arguments))
-        of_items = [tensor for number, (_, tensor) in enumerate(others) if number not in split.arguments]
-        answers = items(rows, *of_items, *of_user)
-    return {output.name: answer.numpy() for output, answer in zip(split.part.outputs, answers, strict=True)}
+    of_user = user(row, *(others[number][0] for number in split.arguments))
+    of_items = [tensor for number, (_, tensor) in enumerate(others) if number not in split.arguments]
+    return items(rows, *of_items, *of_user)

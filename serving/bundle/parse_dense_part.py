@@ -123,6 +123,8 @@ def _user_side_errors(manifest: Manifest, part: DensePart) -> Iterator[str]:
         yield f"dense_part: user_side: names: expected keys and dense inputs, each once, got {list(side.names)}"
     if not 0 <= side.per_user <= side.operators:
         yield f"dense_part: user_side: per_user: expected 0 to {side.operators}, got {side.per_user}"
+    if side.fewest_items is not None and side.fewest_items < 1:
+        yield f"dense_part: user_side: fewest_items: expected a number > 0, got {side.fewest_items}"
     if part.mixes_samples or part.dtype is not DenseDtype.FP32:
         yield "dense_part: user_side: expected it only with FP32 weights, and samples that do not mix"
 

@@ -240,19 +240,31 @@ class UserSide(Strict, frozen=True):
         per_user: the number of operators of the dense part that are computed once for the user, at least in part.
         operators: the number of operators of the dense part.
         left_alone: the operators that repeat the user's rows for each item, with their lines in the model, in words.
+        fewest_items: the programs score requests with this number of items or more. The export measured that the
+            whole dense part is not faster for them. None: it is faster, and scores all requests.
     """
 
     names: tuple[str, ...]
     per_user: int
     operators: int
     left_alone: tuple[str, ...] = ()
+    fewest_items: int | None = None
+
+    def scores(self, items: int) -> bool:
+        """Whether the programs score a request that sends the user once."""
+        return self.fewest_items is not None and items >= self.fewest_items
 
     @property
     def lines(self) -> list[str]:
-        """Lines for people: what is computed once, and what repeats the user's rows."""
+        """Lines for people: what is computed once, from how many items on, and what repeats the user's rows."""
         share = f"{self.per_user} of {self.operators} operators of the dense part"
+        if self.fewest_items is None:
+            use = "never used: with all numbers of items that the export measured, the whole dense part is faster"
+        else:
+            use = f"used for requests of {self.fewest_items} items or more, as the export measured"
         return [
             f"user side: {', '.join(self.names)}: {share} are computed once, in whole or in part",
+            f"user side: {use}",
             *(f"user side: rows of the user are repeated for each item in {line}" for line in self.left_alone),
         ]
 

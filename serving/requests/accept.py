@@ -17,9 +17,6 @@ from serving.requests.offsets import ranges
 from serving.requests.schema import FeatureSet, LookupSchema, ScoringSchema
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Array, KjtRequest, Mask, Tensors
 
-# Requests with fewer items are scored with others, by the whole dense part: the programs of the user side are not
-# worth their calls.
-_FEWEST_ITEMS = 16
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -123,9 +120,7 @@ def _with_dense(schema: ScoringSchema, request: KjtRequest, tensors: Tensors) ->
         request = _reordered(request, feature_set.names, feature_set.positions.argsort(), schema.all_features)
     part = schema.dense_part
     side = part.user_side
-    request.is_user_side = (
-        side is not None and request.samples >= _FEWEST_ITEMS and {*tensors.shared} == {*side.names}
-    )
+    request.is_user_side = side is not None and side.scores(request.samples) and {*tensors.shared} == {*side.names}
     if not schema.by_id:
         request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.shared)
         return accept_jagged(schema, request)

@@ -19,10 +19,10 @@ class Ranker(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.bags = EmbeddingBagCollection([
-            EmbeddingBagConfig(name=name, num_embeddings=1000, embedding_dim=8, feature_names=[name])
+            EmbeddingBagConfig(name=name, num_embeddings=1000, embedding_dim=64, feature_names=[name])
             for name in ("user_id", "history", "item_id")
         ])
-        self.layers = torch.nn.Sequential(torch.nn.Linear(25, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(193, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
 
     def forward(self, ids, price):
         return self.layers(torch.cat([self.bags(ids).values(), price], dim=1)).squeeze(1)

@@ -29,6 +29,7 @@ from tests.support.sequence_models import kjt_of
 from tests.support.server_waits import wait_until
 from tests.support.servers import FREE, Running, at_once, metric, running, tbe_serve
 from tests.support.shared import Ranking, ranking
+from tests.support.user_sides import used_from
 
 # Fewer items than are worth it, some slices, and no whole one.
 SIZES = (3, 16, 40, 300, 129, 1, 21, 128)
@@ -69,13 +70,9 @@ class Served:
         self.config = replace(config, user_side=user_side)
 
     def export(self, repository: Path, name: str) -> Path:
-        bundle = export_model(
-            self.module,
-            repository,
-            name,
-            self.config,
-            example=self.module.arguments(*self.draw(np.random.default_rng(0), 7)),
-        )
+        example = self.module.arguments(*self.draw(np.random.default_rng(0), 7))
+        with used_from(16):
+            bundle = export_model(self.module, repository, name, self.config, example=example)
         part = open_bundle(bundle).manifest.dense_part
         assert part is not None
         assert part.user_side is not None, open_bundle(bundle).manifest.notes

@@ -20,6 +20,7 @@ from tests.support.long_cases import one_in
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 from tests.support.shared import Ranking, ranking
+from tests.support.user_sides import used_from
 
 # All SHORT ones are computed once per user. RANDOM_MODELS=300 makes more LONG ones.
 SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "60")))
@@ -32,7 +33,9 @@ def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monke
     monkeypatch.setattr(user_side, "SLICES", (16, 8, 4))
     module = meeting(seed)
     config = replace(EXACT, user_side=USER_SIDE, output_dtype=OutputDtype.FP16 if seed % 7 == 6 else OutputDtype.FP32)
-    with Engine.open(export_model(module, tmp_path, "m", config, example=_example(module))) as engine:
+    with used_from(16):
+        bundle = export_model(module, tmp_path, "m", config, example=_example(module))
+    with Engine.open(bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
         # Of few, a probe shows more rounding than it allows between samples in another order.

@@ -74,6 +74,7 @@ def user_side(names: list[str], per_user: int = 1) -> dict[str, Any]:
         (part(user_side=user_side(["f0", "f0"])), "user_side: names: expected keys and dense inputs, each once"),
         (part(user_side=user_side(["nobody"])), "user_side: names: expected keys and dense inputs, each once"),
         (part(user_side=user_side(["f0"], per_user=3)), "user_side: per_user: expected 0 to 2, got 3"),
+        (part(user_side=user_side(["f0"]) | {"fewest_items": 0}), "user_side: fewest_items: expected a number > 0, got 0"),
         (part(user_side=user_side(["f0"]), mixes_samples=True), "user_side: expected it only with FP32 weights"),
         (part(user_side=user_side(["f0"]), dtype="BF16"), "user_side: expected it only with FP32 weights"),
         (part(files=[{"name": "scores.user.pt", "format": "TORCHSCRIPT"}]), "got 'scores.user.pt'"),

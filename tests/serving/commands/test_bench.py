@@ -14,6 +14,7 @@ from serving.server import run_server
 from tests.support.models import SUM, collection, exported
 from tests.support.ranker import ranker
 from tests.support.servers import FREE, metric, tbe_serve
+from tests.support.user_sides import used_from
 
 
 def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) -> None:
@@ -129,7 +130,8 @@ def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
     file = captured / "m.jsonl"
     serving = ServingSettings(capture=str(captured), capture_slow_ms=1e-6, capture_max_bytes=1 << 20)
     config = ExportConfig(scores=True, user_side=["x", "user"], serving=serving)
-    right = export_model(ranker(), tmp_path / "r", "m", config)
+    with used_from(16):
+        right = export_model(ranker(), tmp_path / "r", "m", config)
     changed = ranker()
     with torch.no_grad():
         changed.top.bias.add_(1)

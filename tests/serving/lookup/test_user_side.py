@@ -20,6 +20,7 @@ from serving.requests.types import Array, Embeddings, Outputs
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 from tests.support.shared import Ranking, ranking
+from tests.support.user_sides import used_from
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def module() -> Meeting:
 def bundle(module: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Path:
     example = module.arguments(*module.request(np.random.default_rng(0), 7))
     config = replace(EXACT, user_side=USER_SIDE)
-    return export_model(module, tmp_path_factory.mktemp("user_side"), "m", config, example=example)
+    with used_from(16):
+        return export_model(module, tmp_path_factory.mktemp("user_side"), "m", config, example=example)
 
 
 @pytest.fixture
@@ -64,6 +66,24 @@ def test_requests_with_enough_items_are_scored_by_them(
     for items in (1, 15, 16, 64, 257, 500):
         expect_right(engine, of_items(module, items))
     assert scored == [16, 64, 257, 500]
+
+
+@pytest.mark.parametrize("fewest", [None, 64])
+def test_the_whole_dense_part_scores_where_the_export_measured_that_it_is_faster(
+    module: Meeting, tmp_path: Path, fewest: int | None
+) -> None:
+    example = module.arguments(*module.request(np.random.default_rng(0), 7))
+    with used_from(fewest):
+        bundle = export_model(module, tmp_path, "m", replace(EXACT, user_side=USER_SIDE), example=example)
+    with Engine.open(bundle) as engine:
+        assert isinstance(engine.schema, ScoringSchema)
+        for items in (63, 64, 300):
+            request = of_items(module, items)
+            encoded = encode(request.bags, [], USER_SIDE)
+            dense = encode_dense(engine.schema.dense_part.inputs, request.dense)
+            accepted = accept(engine.schema, replace(encoded, outputs=["click"], dense=dense))
+            assert accepted.is_user_side == (fewest is not None and items >= fewest)
+            expect_right(engine, request)
 
 
 def test_a_history_counts_once_towards_the_limit_of_bytes(module: Meeting, engine: Engine) -> None:
