@@ -7,12 +7,13 @@ on from another one. Readers such as Spark leave out names that begin with "_".
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from tempfile import TemporaryFile, gettempdir
 from typing import BinaryIO
 
 from serving.batch.inputs import Part
 from serving.batch.journal import Journal, check_continues, decode_journal, other_scores
-from serving.batch.objects import Objects, objects_of
+from serving.batch.objects import Objects, ObjectState, objects_of
 from serving.errors import ConfigurationError
 from serving.files import naming_full_disk
 
@@ -28,12 +29,17 @@ _FINISHED = "_finished"
 class ObjectOutput:
     """An `Output` below a URL.
 
+    No lock keeps other runs away. Two runs of one journal write the same objects. A run whose journal was replaced by
+    a run with --restart stops before it writes another object.
+
     Attributes:
         url: such as s3://bucket/scores, without "/" at its end.
+        journal_digest: of this run.
         is_partitioned: whether a part is several objects, below prefixes by the values of columns.
     """
 
     url: str
+    journal_digest: str
     is_partitioned: bool = False
 
     @property
@@ -46,7 +52,7 @@ class ObjectOutput:
         return objects_of(self.url)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Nothing is locked: two runs of one journal write the same objects."""
+        """Nothing is locked."""
         return nullcontext()
 
     def is_finished(self, journal: Journal, *, restart: bool) -> bool:
@@ -69,40 +75,57 @@ class ObjectOutput:
             check_continues(self.url, earlier, journal)
         errors = {part.name: f"{_ERRORS}/{part.errors_name}" for part in parts}
         finished = {part.name for part in parts if self._finished(part.name) in names and earlier == journal}
-        if not skips_bad_rows:
-            finished -= {part for part in finished if errors[part] in names}
+        # A run with --on-error skip finished them.
+        again = set() if skips_bad_rows else {part for part in finished if errors[part] in names}
+        finished -= again
         if earlier != journal:
             # Without its _SUCCESS, no reader takes what is left for scores; without its parts, no run does.
             self._objects.delete(names & {SUCCESS})
             self._objects.delete(name for name in sorted(names) if _is_ours(name))
             self._objects.write(_JOURNAL, journal.encoded())
         else:
-            kept = {name for part in finished for name in (part, f"{part}.jsonl")}
-            self._objects.delete(name for name in sorted(names) if _is_ours(name) and _base(name) not in kept)
+            # What else parts have that are not finished is written again as it is, perhaps by another run just now.
+            bases = {name for part in again for name in (part, f"{part}.jsonl")}
+            self._objects.delete(name for name in sorted(names) if _is_ours(name) and _base(name) in bases)
         return finished
 
     def _finished(self, name: str) -> str:
         """The object that says that a part is finished."""
         return f"{_FINISHED}/{name}" if self.is_partitioned else name
 
+    def _check_journal(self) -> None:
+        """Refuse to write into the output of another run.
+
+        Raises:
+            ConfigurationError: a run with --restart replaced the journal.
+        """
+        state = self._objects.state(_JOURNAL)
+        if state is None or _digest_of_journal(self.url, state) != self.journal_digest:
+            raise ConfigurationError(
+                f"{self.url}: a run with --restart took this prefix while this one wrote it: name another prefix"
+            )
+
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
         """As `Output`. The part is on this machine until it is finished."""
         with naming_full_disk(gettempdir()), TemporaryFile() as file:
             yield file
+            self._check_journal()
             self._objects.write_file(name, file)
 
     def write_errors(self, name: str, lines: bytes) -> None:
-        """As `Output`. `prepare` removed those of an earlier try."""
+        """As `Output`. Those of an earlier try are the same."""
         if lines:
             self._objects.write(f"{_ERRORS}/{name}", lines)
 
     def finish(self, name: str, files: Sequence[str]) -> None:  # noqa: ARG002
         """As `Output`."""
+        self._check_journal()
         self._objects.write(self._finished(name), b"")
 
     def publish(self, journal: Journal, parts: Sequence[Part]) -> None:
         """Write `_SUCCESS`."""
+        self._check_journal()
         self._objects.write(SUCCESS, _success(journal))
         if self.is_partitioned:
             self._objects.delete(self._finished(part.name) for part in parts)
@@ -110,6 +133,13 @@ class ObjectOutput:
     def skipped_rows(self) -> int:
         """As `Output`."""
         return sum((self._objects.read(name) or b"").count(b"\n") for name in self._objects.states(_ERRORS))
+
+
+@cache
+def _digest_of_journal(url: str, state: ObjectState) -> str | None:  # noqa: ARG001
+    """The digest of the journal below a URL, read once for each state of the object."""
+    journal = decode_journal(objects_of(url).read(_JOURNAL) or b"")
+    return None if journal is None else journal.digest
 
 
 def _success(journal: Journal) -> bytes:

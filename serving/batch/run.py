@@ -95,7 +95,7 @@ def score_files(
     parts = parts_of(files)
     if partition_by and not any(part.rows for part in parts):
         raise ConfigurationError("partition_by: expected inputs with rows, got none: no rows make no folders")
-    output = _output_of(out, is_partitioned=bool(partition_by))
+    output = _output_of(out, journal, is_partitioned=bool(partition_by))
     with output.locked():
         if output.is_finished(journal, restart=restart):
             if on_error == "fail" and output.skipped_rows():
@@ -120,12 +120,12 @@ def score_files(
     )
 
 
-def _output_of(out: Path | str, *, is_partitioned: bool) -> Output:
+def _output_of(out: Path | str, journal: Journal, *, is_partitioned: bool) -> Output:
     """The output in a folder, or below a URL."""
     if not is_url(out):
         return FolderOutput(Path(os.path.abspath(out)), is_partitioned)
     bucket, prefix = split_url(str(out))
-    return ObjectOutput(f"{bucket.url}/{prefix}", is_partitioned)
+    return ObjectOutput(f"{bucket.url}/{prefix}", journal.digest, is_partitioned)
 
 
 def _check_columns(files: Sequence[InputFile], columns: BatchColumns, partition_by: Sequence[str]) -> None:

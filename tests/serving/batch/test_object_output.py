@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pytest
@@ -195,7 +196,6 @@ def test_partitions_are_prefixes(url: str, bundle: Path, tmp_path: Path) -> None
     finished = {name for name in stored(url) if name.startswith("_finished/")}
     assert finished == {f"_finished/part-{number:05}.parquet" for number in range(2)}
     objects.objects_of(url).write("day=2026-11-01/country=DE/part-00002.parquet", b"of a part that is not finished")
-    objects.objects_of(url).write("day=2026-11-01/country=XX/part-00099.parquet", b"of no part")
     summary = score_files(source, [days], url, keep=keep, partition_by=by)
     assert summary.scored_rows == ROWS - 2 * ROW_GROUP
     score_files(source, [days], tmp_path / "scores", keep=keep, partition_by=by)
@@ -203,6 +203,50 @@ def test_partitions_are_prefixes(url: str, bundle: Path, tmp_path: Path) -> None
     assert sorted(name for name in stored(url) if name.startswith("_")) == [SUCCESS, "_journal.json"]
     assert score_files(source, [days], url, keep=keep, restart=True).scored_rows == ROWS
     assert sorted(scores_in(url)) == [f"part-{number:05}.parquet" for number in range(PARTS)]
+
+
+@pytest.mark.parametrize("partition_by", [[], ["day"]], ids=["parts", "partitions"])
+def test_a_run_stops_when_a_restart_takes_its_prefix(
+    url: str, bundle: Path, tmp_path: Path, partition_by: list[str]
+) -> None:
+    """What the other run writes has `_SUCCESS`, and nothing of the first."""
+    source, days = BundleSource(bundle), str(write_day(tmp_path / "days.parquet", partitioned_day()))
+    taken: list[int] = []
+
+    def take(done: int, _: int) -> None:
+        if done > 2 * ROW_GROUP and not taken:
+            taken.append(done)
+            score_files(source, [days], url, keep=["country"], restart=True)
+
+    with pytest.raises(ConfigurationError, match="a run with --restart took this prefix while this one wrote it"):
+        score_files(source, [days], url, keep=["day"], partition_by=partition_by, progress=take)
+    score_files(source, [days], tmp_path / "scores", keep=["country"])
+    assert scores_in(url) == contents(tmp_path / "scores")
+    assert score_files(source, [days], url, keep=["country"]).scored_rows == 0
+
+
+@pytest.mark.parametrize("partition_by", [[], ["day"]], ids=["parts", "partitions"])
+def test_two_runs_of_one_command_at_once_write_the_same(
+    url: str, bundle: Path, tmp_path: Path, partition_by: list[str]
+) -> None:
+    """The second begins and stops while the first writes a part, and deletes nothing of it."""
+    source, days = BundleSource(bundle), str(write_day(tmp_path / "days.parquet", partitioned_day()))
+    write_file = objects.Objects.write_file
+    begun: list[str] = []
+
+    def write_and_begin_another(below: objects.Objects, name: str, file: BinaryIO) -> None:
+        write_file(below, name, file)
+        if not begun and "part-00002" in name:
+            begun.append(name)
+            with pytest.raises(Stopped):
+                score_files(source, [days], url, keep=["day"], partition_by=partition_by, progress=stop_after(0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects.Objects, "write_file", write_and_begin_another)
+        score_files(source, [days], url, keep=["day"], partition_by=partition_by)
+    assert begun
+    score_files(source, [days], tmp_path / "scores", keep=["day"], partition_by=partition_by)
+    assert scores_in(url) == contents(tmp_path / "scores")
 
 
 def _kill(url: str, bundle: Path, tmp_path: Path, kills: int) -> None:
