@@ -3,9 +3,7 @@
 import copy
 import io
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import geometric_mean
@@ -17,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.batchability.branches import find_branch
-from export.batchability.find_mixing import dynamic_dims
 from export.batchability.probes import Run, run_probes
-from export.capture.branch_log import BranchLog, guard_on_ids, record_branches, symbols_of
+from export.capture.branch_log import symbols_of
+from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, compiler_line, first_line
 from export.relative_time import relative_time
@@ -30,7 +28,7 @@ from export.scores.eager_model import model_errors
 from export.scores.score_parity import dense_part_scores, expect_same_scores
 from export.trained.eval_mode import quiet
 from export.trained.source_location import line_of
-from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat, JaggedInput
+from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat
 from serving.lookup.dense_files import Forward, load_dense_file
 from serving.torchscript import torchscript, torchscript_error
 
@@ -85,7 +83,7 @@ class DenseFormats:
 
 def compile_formats(
     model: nn.Module,
-    module: fx.GraphModule,
+    trace: DenseTrace,
     subgraph: DenseSubgraph,
     dtype: DenseDtype,
     requests: Sequence[DenseInputs],
@@ -97,7 +95,7 @@ def compile_formats(
 
     Args:
         model: the model, for messages.
-        module: the dense part, with FP32 weights.
+        trace: the dense part, with FP32 weights.
         subgraph: names its inputs and outputs.
         dtype: of the weights that serve.
         requests: inputs on which the formats must agree. Those that the dense part refuses are skipped.
@@ -113,13 +111,13 @@ def compile_formats(
     scripted = None
     name, reason = type(model).__name__, torchscript_error()
     if reason is None:
-        scripted = _compile_torchscript(model, with_dtype(module, dtype, DenseFormat.TORCHSCRIPT))
+        scripted = _compile_torchscript(model, with_dtype(trace.module, dtype, DenseFormat.TORCHSCRIPT))
         files.append(_file(DenseFile(SCORES, DenseFormat.TORCHSCRIPT), scripted.save_to_buffer()))
-    typed = with_dtype(module, dtype, DenseFormat.EXPORTED_PROGRAM)
+    typed = with_dtype(trace.module, dtype, DenseFormat.EXPORTED_PROGRAM)
     expected = partial(dense_part_scores, model, typed if scripted is None else scripted, subgraph)
 
     def compare(file: CompiledFile) -> CompiledFile:
-        run_float = partial(dense_part_scores, model, module, subgraph)
+        run_float = partial(dense_part_scores, model, trace.module, subgraph)
         compared = requests if dtype is not DenseDtype.INT8 else _finite(run_float, requests)
         expect_same_scores(expected, partial(dense_part_scores, model, file.forward, subgraph), compared, dtype)
         return file
@@ -127,7 +125,7 @@ def compile_formats(
     try:
         if is_own and scripted is not None and (branch := find_branch(scripted)) is not None:
             raise ValueError(branch)
-        exported = _export(typed, requests[0], subgraph.jagged)
+        exported = _exported(_with_symbolic_numbers(trace, typed))
         files.append(compare(_file(DenseFile(EXPORTED_SCORES, DenseFormat.EXPORTED_PROGRAM), exported)))
     except Exception as error:  # the model's code may raise anything, and so may torch
         message = first_line(error)
@@ -175,39 +173,48 @@ def _compile_torchscript(model: nn.Module, module: fx.GraphModule) -> "torch.jit
     return program
 
 
-def _export(module: fx.GraphModule, inputs: DenseInputs, jagged: Sequence[JaggedInput]) -> bytes:
-    """A dense part as an exported program for any number of samples and ids, in the format of `torch.export.save`.
+def _with_symbolic_numbers(trace: DenseTrace, typed: fx.GraphModule) -> DenseTrace:
+    """A dense part that keeps sizes symbolic where it computes with them. TorchScript needs Python's own functions.
 
     Args:
-        module: the dense part.
-        inputs: example inputs of two samples or more.
-        jagged: the ids, lengths, weights and rows that it takes.
+        trace: the dense part in FP32, which is the result if it computes with no sizes and is `typed`.
+        typed: the dense part with the weights that serve.
+    """
+    if typed is trace.module and not any(node.target in _SYMBOLIC for node in typed.graph.nodes):
+        return trace
+    graph = copy.deepcopy(typed.graph)
+    for node in graph.nodes:
+        node.target = _SYMBOLIC.get(node.target, node.target)
+    return DenseTrace(fx.GraphModule(typed, graph, type(typed).__name__), trace.inputs, trace.jagged)
+
+
+def _exported(trace: DenseTrace) -> bytes:
+    """A dense part as an exported program for any number of samples and ids, in the format of `torch.export.save`.
 
     Raises:
         Exception: torch.export cannot follow it, or for some numbers of samples and ids alone.
     """
+    traced = trace.program
+    names = traced.graph_signature.user_inputs
+    sizes = [node.meta["val"].shape[0] for node in traced.graph.nodes if node.name in names]
+    if any(isinstance(size, int) for size in sizes) or trace.depends_on_ids:
+        raise ValueError("a step that depends on the number of ids")
+    program = torch.export.ExportedProgram(
+        traced.graph_module,
+        copy.deepcopy(traced.graph),
+        traced.graph_signature,
+        traced.state_dict,
+        {**traced.range_constraints},
+        traced.module_call_graph,
+        constants=traced.constants,  # without example inputs, which are numbers of the user
+        verifiers=traced.verifiers,
+    )
+    _drop_assumed_bounds(program)
+    for node in program.graph.nodes:
+        for name in _PRIVATE_META:
+            node.meta.pop(name, None)
     content = io.BytesIO()
-    # torch prints graphs that it cannot export.
-    with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        for about in ("were assigned during export", "No complete tensor found in the group"):
-            warnings.filterwarnings("ignore", message=f".*{about}", category=UserWarning)
-        with record_branches(BranchLog()) as branches:
-            program = torch.export.export(
-                _with_symbolic_numbers(module),
-                tuple(inputs.tensors(jagged)),
-                dynamic_shapes=dynamic_dims(inputs, jagged),
-                strict=False,
-            )
-        names = program.graph_signature.user_inputs
-        sizes = [node.meta["val"].shape[0] for node in program.graph.nodes if node.name in names]
-        is_fixed = any(isinstance(size, int) for size in sizes)
-        if is_fixed or guard_on_ids(sizes[0].node, symbols_of(sizes), branches.guards):
-            raise ValueError("a step that depends on the number of ids")
-        _drop_assumed_bounds(program)
-        for node in program.graph.nodes:
-            for name in _PRIVATE_META:
-                node.meta.pop(name, None)
-        program.example_inputs = None  # numbers of the user's example
+    with quiet():
         torch.export.save(program, content)
     return content.getvalue()
 
@@ -228,14 +235,6 @@ def _drop_assumed_bounds(program: "torch.export.ExportedProgram") -> None:
             graph.erase_node(assertion)
     for symbol in shapes[0][0].node.shape_env.replacements:  # torch warns of the bounds of symbols without a node
         program.range_constraints.pop(symbol, None)
-
-
-def _with_symbolic_numbers(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that keeps sizes symbolic where it computes with them. TorchScript needs Python's own functions."""
-    graph = copy.deepcopy(module.graph)
-    for node in graph.nodes:
-        node.target = _SYMBOLIC.get(node.target, node.target)
-    return fx.GraphModule(module, graph, type(module).__name__)
 
 
 def _symbolic(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

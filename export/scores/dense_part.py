@@ -15,6 +15,7 @@ from export.batchability.differences import Numbers, differences, scale_of
 from export.batchability.find_mixing import find_mixing
 from export.batchability.probe_mixing import probe_mixing
 from export.batchability.probes import Run, run_probes, scaled_probes
+from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
 from export.config import Example
@@ -144,11 +145,11 @@ def compile_dense_part(
     few = [inputs.select(torch.arange(samples)) for samples in _FEW_SAMPLES]
     requests = [*probes, *few, *(request for _, request in variations)]
     is_own = user_module is not None
-    served = _without_writes(module, subgraph, inputs)
-    formats = compile_formats(model, served, subgraph, dtype, requests, native, is_own=is_own)
+    trace = DenseTrace(_without_writes(module, subgraph, inputs), inputs, subgraph.jagged)
+    formats = compile_formats(model, trace, subgraph, dtype, requests, native, is_own=is_own)
     serve = partial(dense_part_scores, model, formats.forward, subgraph)
     outputs = measure_outputs(model, run, serve, probes, dtype, subgraph.by_id)
-    mixed_by = _mixed_by(module, subgraph, inputs, dtype, formats.scripted, is_own=is_own)
+    mixed_by = _mixed_by(trace, subgraph, dtype, formats.scripted, is_own=is_own)
     mixed_by = mixed_by or probe_mixing(serve, inputs, dtype, subgraph.by_id)
     part = DensePart(
         dense_model.dense_inputs,
@@ -168,7 +169,7 @@ def compile_dense_part(
         described = msgspec.structs.replace(part, user_side=UserSide(names, 0, 0))
         key_of_feature = {feature.name: feature.key for feature in manifest.features}
         split = SplitPart(described, key_of_feature, spans_of_features(manifest))
-        compiled = compile_user_side(served, split, serve, probes)
+        compiled = compile_user_side(trace, split, serve, probes)
         if isinstance(compiled, str):
             notes = (*notes, f"user_side: all requests are scored by the whole dense part: {compiled}")
         else:
@@ -287,9 +288,8 @@ def _without_writes(module: fx.GraphModule, subgraph: DenseSubgraph, inputs: Den
 
 
 def _mixed_by(
-    module: fx.GraphModule,
+    trace: DenseTrace,
     subgraph: DenseSubgraph,
-    inputs: DenseInputs,
     dtype: DenseDtype,
     scripted: "torch.jit.ScriptModule | None",
     *,
@@ -298,22 +298,21 @@ def _mixed_by(
     """The first operator that may mix samples, or None.
 
     Args:
-        module: the dense part in FP32.
+        trace: the dense part in FP32.
         subgraph: names its outputs.
-        inputs: of the dense part.
         dtype: of the weights that serve.
         scripted: what TorchScript compiled. None: the exported program serves.
         is_own: whether it is a module of the user's own.
     """
-    if dtype is DenseDtype.INT8 and any(isinstance(layer, nn.Linear) for layer in module.modules()):
+    if dtype is DenseDtype.INT8 and any(isinstance(layer, nn.Linear) for layer in trace.module.modules()):
         return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
     by_id = {
         number: subgraph.by_id[name] for number, name in enumerate(subgraph.output_names) if name in subgraph.by_id
     }
     if not is_own:
-        return find_opaque_step(module) or find_mixing(module, inputs, subgraph.jagged, None, by_id)
+        return find_opaque_step(trace.module) or find_mixing(trace, None, by_id)
     branch = None if scripted is None else find_branch(scripted)
-    return branch or find_mixing(module, inputs, subgraph.jagged, scripted, by_id)
+    return branch or find_mixing(trace, scripted, by_id)
 
 
 def _keys_of_equal_lengths(part: DensePart, manifest: Manifest, inputs: DenseInputs) -> tuple[tuple[str, ...], ...]:

@@ -1,18 +1,16 @@
 """Compile the dense part for many items of one user, and compare it with the whole dense part."""
 
-import io
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from export.batchability.differences import largest_difference, rounding_limit
-from export.batchability.find_mixing import Interpreted, dynamic_dims
 from export.batchability.probes import Run
 from export.batchability.rounding import Rounding
+from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from export.capture.simplify_graph import simplified
 from export.errors import first_line
@@ -107,12 +105,12 @@ def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DenseP
 
 
 def compile_user_side(
-    module: fx.GraphModule, split: SplitPart, serve: Run, probes: Sequence[DenseInputs]
+    trace: DenseTrace, split: SplitPart, serve: Run, probes: Sequence[DenseInputs]
 ) -> UserSidePrograms | str:
     """Compile a dense part for many items of one user.
 
     Args:
-        module: the dense part.
+        trace: the dense part.
         split: its description.
         serve: runs the whole dense part as it is served.
         probes: inputs of the dense part, the usual ones first.
@@ -126,7 +124,7 @@ def compile_user_side(
     if part.dtype is not DenseDtype.FP32:
         return f"the dense part has {part.dtype.value} weights"
     try:
-        programs = _rewritten(module, split, probes[0])
+        programs = _rewritten(trace, split)
         difference = difference_from_whole(programs.user, programs.items, split, serve, probes)
     except Exception as error:  # what the graph has that this pass does not know must not stop an export
         return f"the dense part cannot be split: {first_line(error)}"
@@ -155,17 +153,9 @@ def difference_from_whole(
     return None
 
 
-def _rewritten(module: fx.GraphModule, split: SplitPart, inputs: DenseInputs) -> UserSidePrograms:
-    jagged = split.part.jagged
-    with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
-        exported = torch.export.export(
-            Interpreted(module),
-            tuple(inputs.tensors(jagged)),
-            dynamic_shapes=(dynamic_dims(inputs, jagged),),
-            strict=False,
-        )
-        # An empty table takes writes out of the graph, and leaves its operators whole.
-        graph = simplified(exported.run_decompositions({}).module(check_guards=False))
+def _rewritten(trace: DenseTrace, split: SplitPart) -> UserSidePrograms:
+    # An empty table takes writes out of the graph, and leaves its operators whole.
+    graph = simplified(trace.decomposed({}).module(check_guards=False))
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     user = UserInputs(_merged(split.user_spans), frozenset(number + 1 for number in split.arguments))
     once = once_per_user(graph, placeholders, user)

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from export.batchability.find_mixing import find_mixing
 from export.batchability.probe_mixing import probe_mixing
+from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
 
@@ -54,7 +55,7 @@ def probe() -> DenseInputs:
 
 
 def mixing_of(module: nn.Module) -> str | None:
-    return find_mixing(as_graph(module), probe())
+    return find_mixing(DenseTrace(as_graph(module), probe()))
 
 
 def blocks(e: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     tracer.record_stack_traces = True
     module = Surges()
     graph = fx.GraphModule(module, tracer.trace(module))
-    mixed_by = find_mixing(graph, probe())
+    mixed_by = find_mixing(DenseTrace(graph, probe()))
     assert mixed_by is not None
     assert mixed_by.startswith("aten.sum.dim_IntList at test_find_mixing.py, line ")
     assert mixed_by.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")

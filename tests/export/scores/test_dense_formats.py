@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from export import DenseCompiler, ExportConfig, export_model
+from export.capture.dense_trace import DenseTrace
 from export.errors import ModelError, ParityError
 from export.parity.fresh_process import FreshProcess
 from export.scores import dense_formats
@@ -166,18 +167,19 @@ def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
 def test_an_exported_program_that_answers_differently_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export = dense_formats._export
+    exported = dense_formats._exported
 
-    def other(module: Any, *arguments: Any) -> bytes:
+    def other(trace: DenseTrace) -> bytes:
+        weight = next(trace.module.parameters())
         with torch.no_grad():
-            next(module.parameters()).add_(0.01)
+            weight.add_(0.01)
         try:
-            return export(module, *arguments)
+            return exported(trace)
         finally:
             with torch.no_grad():
-                next(module.parameters()).sub_(0.01)
+                weight.sub_(0.01)
 
-    monkeypatch.setattr(dense_formats, "_export", other)
+    monkeypatch.setattr(dense_formats, "_exported", other)
     bundle = export_model(dlrm(), tmp_path, "m", EXACT)
     assert own_files(bundle) == [SCORES]
     assert "without scores.pt2: output 'scores': it is off by " in open_bundle(bundle).manifest.notes[-1]
