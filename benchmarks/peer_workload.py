@@ -1,7 +1,7 @@
 """Tables, requests and right answers as every candidate needs them: ours a bundle, peers plain rows in files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,24 @@ class PeerWorkload:
                 for number, (rows, dim) in enumerate(zip(self.rows, self.dims, strict=True))
             ],
         )
+
+    def pooled(self) -> EmbeddingBagCollection:
+        """`module` on the CPU, with float rows."""
+        collection = EmbeddingBagCollection(self.module().embedding_bag_configs(), device=torch.device("cpu"))
+        self.copy_rows(collection.embedding_bags.items())
+        return collection
+
+    def copy_rows(self, tables: Iterable[tuple[str, Any]]) -> None:
+        """Give tables their float rows, which no training changes.
+
+        Args:
+            tables: the nn.Embedding or nn.EmbeddingBag of each, by name.
+        """
+        with torch.no_grad():
+            for name, table in tables:
+                number = int(name[1:])
+                table.weight.copy_(self.stored(number).read(0, self.rows[number]))
+                table.weight.requires_grad = False
 
     def checkpoint(self) -> Checkpoint:
         """Normal rows, the same every time."""

@@ -16,7 +16,8 @@ from benchmarks.model_memory import in_memory
 from benchmarks.peer_servers import HERE, PEERS, Peer
 from benchmarks.peer_workload import MODEL, dlrm
 from benchmarks.peers_served import NOTHING, Comparison, Line, compare, figures
-from benchmarks.scores_workload import OUTPUT, ScoresWorkload
+from benchmarks.scored_workload import OUTPUT
+from benchmarks.scores_workload import ScoresWorkload
 from benchmarks.sequences_workload import SequencesWorkload
 from benchmarks.served import publish_do_nothing
 from benchmarks.workload import DIM, ROW_CAP

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from benchmarks.peer_workload import Floats, Ids, PeerWorkload
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn, save_dense_part
-from benchmarks.sequences_model import Din, save_behind_rows
+from benchmarks.sequences_model import save_behind_rows
+from benchmarks.sequences_workload import din
 from export import ExportConfig, export_model
 from serving.model.settings import ServingSettings
 from serving.requests.types import Tensors
@@ -202,42 +203,15 @@ def user_rows() -> int:
     return -(-len(USER) * USER_IDS // ITEM_FEATURES)
 
 
-def _pooled(tables: PeerWorkload) -> EmbeddingBagCollection:
-    """All tables, with their float rows."""
-    collection = EmbeddingBagCollection(tables.module().embedding_bag_configs(), device=torch.device("cpu"))
-    _fill(tables, collection.embedding_bags.items())
-    return collection
-
-
-def _din(tables: PeerWorkload) -> Din:
-    *bags, item = tables.module().embedding_bag_configs()
-    config = EmbeddingConfig(
-        name=item.name,
-        num_embeddings=item.num_embeddings,
-        embedding_dim=item.embedding_dim,
-        feature_names=item.feature_names,
-    )
-    pooled, items = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[config])
-    _fill(tables, [*pooled.embedding_bags.items(), *items.embeddings.items()])
-    return Din(pooled, items, KEYS[HISTORY], KEYS[TARGET])
-
-
-def _fill(tables: PeerWorkload, modules: Any) -> None:
-    with torch.no_grad():
-        for name, module in modules:
-            module.weight.copy_(tables.stored(int(name[1:])).read(0, ROWS))
-            module.weight.requires_grad = False
-
-
 def _save_towers(model: Towers, path: Path) -> None:
     with torchscript():
         torch.jit.freeze(torch.jit.script(model.towers.eval())).save(path)
 
 
 KINDS = {
-    "din": Kind(_din, save_behind_rows, has_sequences=True),
-    "towers": Kind(lambda tables: Towers(_pooled(tables)), _save_towers),
-    "dcn": Kind(lambda tables: dlrm_dcn(_pooled(tables)), save_dense_part),
+    "din": Kind(lambda tables: din(tables, KEYS[HISTORY], KEYS[TARGET]), save_behind_rows, has_sequences=True),
+    "towers": Kind(lambda tables: Towers(tables.pooled()), _save_towers),
+    "dcn": Kind(lambda tables: dlrm_dcn(tables.pooled()), save_dense_part),
 }
 
 

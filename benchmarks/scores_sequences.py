@@ -15,8 +15,9 @@ from benchmarks import stages
 from benchmarks.measure import Result, interleave, p50, ratio_of
 from benchmarks.model_memory import in_memory
 from benchmarks.peer_workload import MODEL
+from benchmarks.scored_workload import OUTPUT
 from benchmarks.sequences_model import DENSE, LONGEST
-from benchmarks.sequences_workload import DIM, OUTPUT, POOLED, ROWS, TARGET, SequencesWorkload
+from benchmarks.sequences_workload import DIM, POOLED, ROWS, TARGET, SequencesWorkload
 from benchmarks.served import inputs_of
 from serving.engine import Engine
 from serving.requests.offsets import ranges

@@ -1,18 +1,17 @@
 """A whole model and requests for its scores, as every candidate needs them."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM_DCN
 
 from benchmarks.peer_workload import MODEL, Floats, PeerWorkload, save_requests
+from benchmarks.scored_workload import ScoredWorkload
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn, save_dense_part, train
 from export import ExportConfig, export_model
 from serving.client import ModelInfo
@@ -20,11 +19,9 @@ from serving.client.messages import infer_request
 from serving.model.settings import ServingSettings
 from serving.requests.types import Tensors
 
-OUTPUT = "scores"
-
 
 @dataclass(frozen=True, slots=True)
-class ScoresWorkload:
+class ScoresWorkload(ScoredWorkload):
     """The tables of another workload in a model, and what is asked of it.
 
     Attributes:
@@ -33,35 +30,20 @@ class ScoresWorkload:
         dense: dense inputs by the number of samples, [requests, samples, WIDTH].
     """
 
-    tables: PeerWorkload
     model: DLRM_DCN
-    dense: Mapping[int, Floats]
 
     @classmethod
     def make(cls, tables: PeerWorkload) -> Self:
         """With the float rows of `tables`, and a dense part that was trained on its requests."""
-        collection = EmbeddingBagCollection(tables.module().embedding_bag_configs(), device=torch.device("cpu"))
-        with torch.no_grad():
-            for number, rows in enumerate(tables.rows):
-                weight = collection.embedding_bags[f"t{number}"].weight
-                weight.copy_(tables.stored(number).read(0, rows))
-                weight.requires_grad = False
         random = np.random.default_rng(0)
         dense = {
             samples: random.random((len(requests), samples, WIDTH), np.float32)
             for samples, requests in tables.requests.items()
         }
-        workload = cls(tables, dlrm_dcn(collection), dense)
-        train(workload.model, [workload._kjt(tensor) for tensor in workload.tensors(max(tables.requests))])
+        workload = cls(tables, dlrm_dcn(tables.pooled()), dense)
+        train(workload.model, [workload.kjt(tensor) for tensor in workload.tensors(max(tables.requests))])
         workload.model.eval()
         return workload
-
-    def tensors(self, samples: int) -> list[Tensors]:
-        """The requests as we take them."""
-        return [
-            replace(tensors, outputs=(OUTPUT,), dense={DENSE: dense})
-            for tensors, dense in zip(self.tables.tensors(samples), self.dense[samples], strict=True)
-        ]
 
     def export(self, repository: Path) -> Path:
         """Our bundle. Clients with 128 samples each wait longer than a model has them wait by default."""
@@ -89,9 +71,5 @@ class ScoresWorkload:
     def answer(self, tensors: Tensors) -> Floats:
         """The model's own scores, [B, 1]."""
         with torch.no_grad():
-            scores: Floats = self.model(torch.from_numpy(tensors.dense[DENSE]), self._kjt(tensors)).numpy()
+            scores: Floats = self.model(torch.from_numpy(tensors.dense[DENSE]), self.kjt(tensors)).numpy()
         return scores
-
-    def _kjt(self, tensors: Tensors) -> KeyedJaggedTensor:
-        keys = [f"f{number}" for number in self.tables.order]
-        return KeyedJaggedTensor(keys, torch.from_numpy(tensors.values), lengths=torch.from_numpy(tensors.lengths))

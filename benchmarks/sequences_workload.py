@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +11,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from benchmarks.peer_workload import MODEL, PAD, SIZES, Floats, Ids, PeerWorkload, save_requests
+from benchmarks.scored_workload import ScoredWorkload
 from benchmarks.sequences_model import DENSE, LONGEST, WIDTH, Din, JaggedDin, save_behind_rows, train
 from export import ExportConfig, export_model
 from serving.client import ModelInfo
@@ -18,7 +19,6 @@ from serving.client.messages import infer_request
 from serving.model.settings import ServingSettings
 from serving.requests.types import Tensors
 
-OUTPUT = "scores"
 ROWS, DIM = 100_000, 64
 # The most ids that a sample has of each pooled feature.
 POOLED = (1, 1, 1, 1, 2, 5, 10, 10)
@@ -27,7 +27,7 @@ HISTORY, TARGET = f"f{ITEM_TABLE}", f"f{ITEM_TABLE + 1}"
 
 
 @dataclass(frozen=True, slots=True)
-class SequencesWorkload:
+class SequencesWorkload(ScoredWorkload):
     """A ranker, and what is asked of it.
 
     Attributes:
@@ -36,9 +36,7 @@ class SequencesWorkload:
         dense: dense inputs by the number of samples, [requests, samples, WIDTH].
     """
 
-    tables: PeerWorkload
     model: Din
-    dense: Mapping[int, Floats]
 
     @classmethod
     def make(cls, sizes: Mapping[int, int] = SIZES, rows: int = ROWS) -> Self:
@@ -61,7 +59,7 @@ class SequencesWorkload:
             "scores_sequences", [rows] * (ITEM_TABLE + 1), [DIM] * (ITEM_TABLE + 1), features, requests, (8, 9)
         )
         dense = {samples: random.random((count, samples, WIDTH), np.float32) for samples, count in sizes.items()}
-        workload = cls(tables, _model(tables), dense)
+        workload = cls(tables, din(tables, HISTORY, TARGET), dense)
         train(workload.model, [workload.kjt(tensor) for tensor in workload.tensors(max(sizes))])
         workload.model.eval()
         return workload
@@ -72,13 +70,6 @@ class SequencesWorkload:
         jagged.dense = self.model.dense
         return jagged.eval()
 
-    def tensors(self, samples: int) -> list[Tensors]:
-        """The requests as we take them."""
-        return [
-            replace(tensors, outputs=(OUTPUT,), dense={DENSE: dense})
-            for tensors, dense in zip(self.tables.tensors(samples), self.dense[samples], strict=True)
-        ]
-
     def export(self, repository: Path) -> Path:
         """Our bundle. Clients with 128 samples each wait longer than a model has them wait by default."""
         config = ExportConfig(scores=True, serving=ServingSettings(max_busy_ms=10_000))
@@ -88,11 +79,6 @@ class SequencesWorkload:
         """A call of the model."""
         (first, *_) = self.tensors(max(self.tables.requests))
         return self.kjt(first), torch.from_numpy(first.dense[DENSE])
-
-    def kjt(self, tensors: Tensors) -> KeyedJaggedTensor:
-        """The ids of a request, as TorchRec takes them."""
-        keys = [f"f{number}" for number in self.tables.order]
-        return KeyedJaggedTensor(keys, torch.from_numpy(tensors.values), lengths=torch.from_numpy(tensors.lengths))
 
     def eager(self, tensors: Tensors) -> Floats:
         """The model's own scores, by TorchRec: [B]."""
@@ -118,8 +104,8 @@ class SequencesWorkload:
             save_requests(folder, samples, arrays, ours, self.eager(tensors[0])[:, np.newaxis])
 
 
-def _model(tables: PeerWorkload) -> Din:
-    """With the float rows of the tables."""
+def din(tables: PeerWorkload, history: str, target: str) -> Din:
+    """A Din over the tables of a workload, with their float rows. Its last table has the items."""
     *bags, item = tables.module().embedding_bag_configs()
     config = EmbeddingConfig(
         name=item.name,
@@ -128,8 +114,5 @@ def _model(tables: PeerWorkload) -> Din:
         feature_names=item.feature_names,
     )
     pooled, items = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[config])
-    with torch.no_grad():
-        for number, rows in enumerate(tables.rows):
-            collection = items.embeddings if number == ITEM_TABLE else pooled.embedding_bags
-            collection[f"t{number}"].weight.copy_(tables.stored(number).read(0, rows))
-    return Din(pooled, items, HISTORY, TARGET)
+    tables.copy_rows([*pooled.embedding_bags.items(), *items.embeddings.items()])
+    return Din(pooled, items, history, target)

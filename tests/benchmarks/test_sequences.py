@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks.peer_servers import HERE
+from benchmarks.scored_workload import OUTPUT
 from benchmarks.scores_sequences import ITEMS, _for_items
 from benchmarks.sequences_model import DENSE, LONGEST, WIDTH
-from benchmarks.sequences_workload import HISTORY, OUTPUT, TARGET, SequencesWorkload
+from benchmarks.sequences_workload import HISTORY, TARGET, SequencesWorkload
 from serving.client import ModelInfo
 from serving.engine import Engine
 
