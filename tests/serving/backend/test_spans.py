@@ -21,6 +21,7 @@ from serving.backend.spans import Spans
 from serving.client import LookupClient
 from serving.client.connection import Connection
 from serving.errors import InvalidRequest
+from serving.model.settings import ServingSettings
 from serving.requests.types import Tensors
 from serving.router.calls import HostTime
 from serving.router.host import TRACE
@@ -30,7 +31,11 @@ from tests.support.otlp import Seen, collecting
 from tests.support.servers import running
 
 SPECS = (Spec("item", 101, 8, "SUM", ("i",)), Spec("user", 99, 16, "MEAN", ("u",)))
-CONFIG = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}))
+# The timeout is so long that no host is asked twice on a busy machine.
+CONFIG = ExportConfig(
+    sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}),
+    serving=ServingSettings(shard_timeout_ms=60_000),
+)
 METHOD = "inference.GRPCInferenceService/ModelInfer"
 SERVER, CLIENT, INTERNAL = 2, 3, 1
 
@@ -54,7 +59,7 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
                 client.lookup({"i": [[0, 100], [50]], "u": [[98, 1]]}, shared=["u"])
                 with pytest.raises(InvalidRequest):
                     client.lookup({"i": [[1_000_000]], "u": [[2]]})
-            spans = collector.of(f"{context.trace_id:032x}", lambda received: len(servers(received)) == 4)
+            spans = collector.of(f"{context.trace_id:032x}", lambda received: len(servers(received)) == 6)
             assert {span.span.trace_id.hex() for span in collector.all()} == {f"{context.trace_id:032x}"}
     assert {span.service for span in spans} == {"tbe-serving"}
     answered, refused = (
@@ -77,7 +82,8 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
     assert [traced.name for traced in below if traced.kind == INTERNAL] == ["queue", *STAGES]
     assert {traced.attributes[0].value.int_value for traced in below if traced.kind == CLIENT} == {0, 1}
     of_hosts = [traced for traced in below if traced.kind == SERVER]
-    assert len(of_hosts) == 2  # made by the hosts' own processes
+    # Made by the hosts' own processes: each looks up a batch with a bag for each sample, and one that samples share.
+    assert len(of_hosts) == 4
     for traced in below:
         assert answered.span.start_time_unix_nano <= traced.start_time_unix_nano <= traced.end_time_unix_nano
         # Two processes read one clock at two times.

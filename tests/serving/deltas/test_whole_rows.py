@@ -131,16 +131,16 @@ def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
     publish_number(bundle, 1, range(ROWS), dim)
     with applying(bundle, monkeypatch) as copies:
         (reader,) = readers(bundle, ROWS, last, 1)
-        for number in range(2, last + 1):
-            changed = np.sort(random.choice(ROWS, 500, replace=False))
-            publish_number(bundle, number, changed.tolist(), dim)
-            expected[changed] = number
-            if number % 4 == 0:
-                for writer in _delta_writers():
-                    writer.kill()
-        report = seen_by(reader)
-        wait_until_applied(copies, last)
-        with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:  # keeps the copy when the reader has ended
+            for number in range(2, last + 1):
+                changed = np.sort(random.choice(ROWS, 500, replace=False))
+                publish_number(bundle, number, changed.tolist(), dim)
+                expected[changed] = number
+                if number % 4 == 0:
+                    for writer in _delta_writers():
+                        writer.kill()
+            report = seen_by(reader)
+            wait_until_applied(copies, last)
             rows = engine.rows("t", np.arange(ROWS))
     assert (report["torn"], report["backwards"]) == (0, 0)
     np.testing.assert_array_equal(rows, np.repeat(expected[:, np.newaxis], dim, axis=1))
