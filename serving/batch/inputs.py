@@ -42,11 +42,19 @@ class InputFile(Strict, frozen=True):
         """Open the file.
 
         Raises:
+            ConfigurationError: as `check_unchanged`.
+        """
+        self.check_unchanged()
+        return self._parquet()
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that has changed.
+
+        Raises:
             ConfigurationError: it is another file than it was.
         """
         if read_input(self.path) != self:
             raise ConfigurationError(f"{self.path}: changed while it was scored: start again with --restart")
-        return self._parquet()
 
     @property
     def schema(self) -> Any:

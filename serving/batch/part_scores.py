@@ -154,7 +154,9 @@ def _read(part: Part, columns: BatchColumns) -> Iterator[tuple[int, Any]]:
                 yield first, batch
                 first += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            part.file.open().close()  # refuses a file that has changed
+            part.file.check_unchanged()
             raise ConfigurationError(
                 f"{part.file.path}: row group {part.row_group}: cannot be read: {error}: write the file again"
             ) from error
+        if not part.file.e_tag:  # with one, each read is of the same object
+            part.file.check_unchanged()

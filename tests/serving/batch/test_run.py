@@ -386,6 +386,23 @@ def test_a_run_whose_worker_is_killed_goes_on(bundle: Path, day: Path, tmp_path:
     assert contents(tmp_path / "scores") == contents(tmp_path / "alone")
 
 
+@pytest.mark.parametrize("row_group", [150, ROWS])
+def test_a_file_that_is_replaced_while_it_is_scored_is_named(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group: int
+) -> None:
+    """Also if it has one row group: `cp` writes over a file in place, and rows that are read afterwards are new."""
+    monkeypatch.setattr(part_scores, "BATCH_ROWS", 50)
+    day = write_day(tmp_path / "day.parquet", row_group=row_group)
+
+    def replace(done: int, _: int) -> None:
+        if done == 50:  # by a rename, so that this test never reads half a file
+            write_day(tmp_path / "other.parquet", day_table(seed=1), row_group).replace(day)
+
+    with pytest.raises(ConfigurationError, match=r"day\.parquet: changed while it was scored: start again"):
+        score_files(BundleSource(bundle), [str(day)], tmp_path / "scores", progress=replace)
+    assert not (tmp_path / "scores").exists()
+
+
 def test_a_damaged_row_group_is_named(bundle: Path, day: Path, tmp_path: Path) -> None:
     content = bytearray(day.read_bytes())
     start = parquet.read_metadata(day).row_group(2).column(day_table().column_names.index("user")).data_page_offset
