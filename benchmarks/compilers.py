@@ -127,8 +127,8 @@ def _warm(name: str, bundle: Path) -> list[Result]:
         embeddings, inputs = _inputs(bundle, samples)
         expected = [*calls["torchscript"](embeddings, inputs).values()]
         for call in calls.values():
-            for numbers, others in zip(call(embeddings, inputs).values(), expected, strict=True):
-                np.testing.assert_allclose(numbers, others, rtol=0, atol=1e-4)
+            for numbers, expected_numbers in zip(call(embeddings, inputs).values(), expected, strict=True):
+                np.testing.assert_allclose(numbers, expected_numbers, rtol=0, atol=1e-4)
         candidates = {format_: partial(call, embeddings, inputs) for format_, call in calls.items()}
         times = [interleave(candidates, ROUNDS, warm_up=3) for _ in range(REPEATS)]
         middle = [{format_: p50(seconds) for format_, seconds in repeat.items()} for repeat in times]
@@ -154,7 +154,9 @@ def _inputs(bundle: Path, samples: int) -> tuple[Any, list[Any]]:
     assert part is not None
     random = np.random.default_rng(0)
     width = sum(table.dim for table in manifest.feature_tables if not table.is_sequence)
-    dense = [random.random((samples, *each.shape)).astype(each.dtype.numpy) for each in part.by_sample]
+    dense = [
+        random.random((samples, *dense_input.shape)).astype(dense_input.dtype.numpy) for dense_input in part.by_sample
+    ]
     embeddings = random.standard_normal((samples, width)).astype(manifest.output_dtype.numpy)
     return embeddings, [*dense, *zero_jagged(manifest, part, samples, IDS)]
 

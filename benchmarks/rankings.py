@@ -249,7 +249,7 @@ def _closed_loop(candidate: Candidate, seconds: float) -> tuple[int, float]:
 def _cpu_s(process: psutil.Process) -> float:
     """The processor time of a server until now."""
     times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return float(sum(each.user + each.system for each in times))
+    return float(sum(usage.user + usage.system for usage in times))
 
 
 def _lookups(engine: Engine, workload: RankingsWorkload, folder: Path, size: Size) -> Iterator[Result]:

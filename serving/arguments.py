@@ -45,10 +45,10 @@ def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) ->
     Raises:
         ConfigurationError: the value has a wrong type. The message names the argument, or the entry of a mapping.
     """
-    for where, found, expected in _wrong_parts(name, value, kind):
-        member = None if secret else _member(expected, found)
+    for where, wrong, expected in _wrong_parts(name, value, kind):
+        member = None if secret else _member(expected, wrong)
         raise ConfigurationError(
-            f"{where}: expected {member or _type_text(expected)}, got {_value_text(found, secret)}"
+            f"{where}: expected {member or _type_text(expected)}, got {_value_text(wrong, secret)}"
         )
 
 
@@ -61,9 +61,9 @@ def _wrong_parts(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, 
     """The parts of `value` with wrong types: the name of the part, the part itself, and its expected type."""
     if isinstance(value, Mapping) and _is_of_mappings(kind):
         of_key, of_value = get_args(kind)
-        for key, each in value.items():
+        for key, item in value.items():
             yield from _wrong_parts(f"{where} {key!r}", key, of_key)
-            yield from _wrong_parts(f"{where} {key!r}", each, of_value)
+            yield from _wrong_parts(f"{where} {key!r}", item, of_value)
     elif not _fits(value, kind):
         yield where, value, kind
 

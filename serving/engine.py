@@ -178,10 +178,10 @@ class Engine(Closing):
         check_argument("memory", memory, WeightsMemory)
         if not isinstance(bundle, Bundle):
             raise ConfigurationError(f"bundle: expected a Bundle, got {bundle!r:.200}: Engine.open takes its path")
-        given = _hosts_of(bundle, hosts)
+        hosts_config = _hosts_of(bundle, hosts)
         self.bundle = bundle
         self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)
-        self.ranks = open_ranks(bundle, self.table_files, given, patience_s, threads)
+        self.ranks = open_ranks(bundle, self.table_files, hosts_config, patience_s, threads)
         self.lookup_program = self.ranks.loaded_program
         # Weights may be links into another bundle, which `tbe-export prune` must not remove either.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
@@ -223,8 +223,8 @@ class Engine(Closing):
                 machine cannot hold the weights as `memory` says.
             HostUnavailable: a host lacks its bundle, or does not answer. The message names all such hosts.
         """
-        given = hosts if hosts is None or isinstance(hosts, HostsConfig) else HostsConfig(addresses=hosts)
-        engine = cls(open_bundle(Path(path)), given, threads=threads, memory=memory)
+        hosts_config = hosts if hosts is None or isinstance(hosts, HostsConfig) else HostsConfig(addresses=hosts)
+        engine = cls(open_bundle(Path(path)), hosts_config, threads=threads, memory=memory)
         engine.table_files.populate()
         return engine
 

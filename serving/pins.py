@@ -110,19 +110,19 @@ def _wrong(packages: Mapping[str, str]) -> Iterator[str]:
     """The packages that do not work together, in lines, the most important one first."""
     stack = stack_of(packages)
     if stack is None:
-        known = " or ".join(_minor(known_stack.torch) for known_stack in STACKS)
-        yield f"torch: expected {known}, found {packages.get('torch', 'none')}"
+        known_minors = " or ".join(_minor(known_stack.torch) for known_stack in STACKS)
+        yield f"torch: expected {known_minors}, found {packages.get('torch', 'none')}"
         return
-    beside = f" beside torch {_minor(stack.torch)}"
+    beside_torch = f" beside torch {_minor(stack.torch)}"
     if "fbgemm-gpu-cpu" in packages and "fbgemm-gpu" in packages:
         yield "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files"
     build = "fbgemm-gpu" if "fbgemm-gpu" in packages else "fbgemm-gpu-cpu"
     if not _has(packages, build, stack.fbgemm):
-        yield f"{build}: expected {_minor(stack.fbgemm)}{beside}, found {packages.get(build, 'none')}"
+        yield f"{build}: expected {_minor(stack.fbgemm)}{beside_torch}, found {packages.get(build, 'none')}"
     if build == "fbgemm-gpu" and packages.get("torch", "").endswith("+cpu"):
         yield f"fbgemm-gpu, the CUDA build: expected a torch with CUDA, found {packages['torch']}"
     if "torchrec" in packages and not _has(packages, "torchrec", stack.torchrec):
-        yield f"torchrec: expected {_minor(stack.torchrec)}{beside}, found {packages['torchrec']}"
+        yield f"torchrec: expected {_minor(stack.torchrec)}{beside_torch}, found {packages['torchrec']}"
 
 
 def _has(packages: Mapping[str, str], name: str, release: str) -> bool:

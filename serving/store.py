@@ -153,9 +153,9 @@ class Store:
         if recorded is not None and recorded.strip() != hashlib.sha256(text).hexdigest().encode():
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
         files = parse_manifest(path, text).files
-        for left in draft.iterdir():  # a killed pull leaves its unfinished file
-            if left.name not in files:
-                left.unlink()
+        for leftover in draft.iterdir():  # a killed pull leaves its unfinished file
+            if leftover.name not in files:
+                leftover.unlink()
         for file, digest in files.items():
             self._bring(f"{name}/{file}", draft / file, digest, progress)
         make_content(signature_of(path), self.read(f"{name}/{signature_of(path).name}"))

@@ -60,8 +60,8 @@ def _along(*names: str) -> Rule:
     def rule(call: OperatorCall) -> SampleAxis | None:
         axis = call.axis("self")
         dims = [dim for name in names for dim in call.dims(name)]
-        others = [name for name in call.arguments if name != "self"]
-        return axis if axis and dims and axis.dim not in dims and call.is_constant(*others) else None
+        other_arguments = [name for name in call.arguments if name != "self"]
+        return axis if axis and dims and axis.dim not in dims and call.is_constant(*other_arguments) else None
 
     return rule
 
@@ -187,8 +187,8 @@ def _of_channels(call: OperatorCall) -> SampleAxis | None:
     axis = call.axis("input") or call.axis("self")
     if any(isinstance(call.arguments.get(name), fx.Node) for name in ("C", "HxW", "group")):
         return None  # a number that is computed from the number of samples
-    others = [name for name in call.arguments if name not in ("input", "self")]
-    return axis if axis and axis.dim == 0 and call.is_constant(*others) else None
+    other_arguments = [name for name in call.arguments if name not in ("input", "self")]
+    return axis if axis and axis.dim == 0 and call.is_constant(*other_arguments) else None
 
 
 def _pad(call: OperatorCall) -> SampleAxis | None:
@@ -240,13 +240,13 @@ def _index(call: OperatorCall) -> SampleAxis | None:
 def _index_by_sample(call: OperatorCall) -> SampleAxis | None:
     indices = call.arguments["indices"]
     indexed_dims = [dim for dim, index in enumerate(indices) if index is not None]
-    others = call.axes("indices")[1:]
+    other_axes = call.axes("indices")[1:]
     is_flat = indexed_dims == list(range(len(indexed_dims))) and all(
         len(index.meta["val"].shape) == 1 for index in indices[1:]
     )
     axis = call.axis("self")
     rows = SampleAxis(0)
-    return axis if axis == rows and is_flat and all(other in (None, rows) for other in others) else None
+    return axis if axis == rows and is_flat and all(other in (None, rows) for other in other_axes) else None
 
 
 def _scatter_part(call: OperatorCall) -> SampleAxis | None:

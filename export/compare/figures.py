@@ -123,11 +123,11 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
         {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
         for _, colour, hatch in zip(ranks, cycle(_COLOURS), cycle(_HATCHES), strict=False)
     ]
-    height = 0.8 / len(ranks)
+    bar_height = 0.8 / len(ranks)
     for placement in placed:
         number = ranks.index(placement.ranks)
-        position = strategies.index(placement.strategy) + (number - (len(ranks) - 1) / 2) * height
-        _draw_latency(axes, placement, position, height, looks[number])
+        position = strategies.index(placement.strategy) + (number - (len(ranks) - 1) / 2) * bar_height
+        _draw_latency(axes, placement, position, bar_height, looks[number])
     one_rank_ms = 1e3 * next(iter(study.one_rank.values())).latency_s.median
     _draw_one_rank(axes, one_rank_ms)
     axes.set_yticks(range(len(strategies)), strategies)
@@ -153,13 +153,13 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
     return figure
 
 
-def _draw_latency(axes: Axes, placement: Placement, position: float, height: float, look: dict[str, Any]) -> None:
+def _draw_latency(axes: Axes, placement: Placement, position: float, bar_height: float, look: dict[str, Any]) -> None:
     """A bar of the median in one process, a line over its interval, and a tick for ranks side by side."""
     median, low, high = (1e3 * seconds for seconds in msgspec.structs.astuple(placement.latency_s))
     side_by_side = 1e3 * placement.side_by_side_s
-    axes.barh(position, median, height * 0.9, **look)
+    axes.barh(position, median, bar_height * 0.9, **look)
     axes.plot([low, high], [position, position], color="black", lw=1)
-    axes.plot([side_by_side] * 2, [position - height * 0.45, position + height * 0.45], color="black", lw=2.5)
+    axes.plot([side_by_side] * 2, [position - bar_height * 0.45, position + bar_height * 0.45], color="black", lw=2.5)
     axes.annotate(f" {median:.3g}", (max(high, side_by_side), position), va="center", fontsize=8)
 
 

@@ -63,8 +63,8 @@ class BatchScores:
         """
         self.source.check_answer(answer)
         scores = answer.to_arrow()
-        kept = {name: batch.column(name) for name in self.columns.keep}
-        return pa.table({**kept, **{name: scores[name] for name in scores.column_names}})
+        kept_columns = {name: batch.column(name) for name in self.columns.keep}
+        return pa.table({**kept_columns, **{name: scores[name] for name in scores.column_names}})
 
     def table_without_rows(self, model: Any, schema: Any) -> Any:
         """The table of a batch without rows: its columns.

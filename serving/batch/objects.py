@@ -134,7 +134,7 @@ def split_url(url: str) -> tuple[Objects, str]:
     scheme, _, path = url.partition("://")
     bucket, _, name = path.partition("/")
     if scheme not in _SCHEMES or not bucket or not name.strip("/"):
-        schemes = ", ".join(f"{known}://" for known in _SCHEMES)
+        schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         raise ConfigurationError(f"{url}: expected a path on this machine, or s3://bucket/name ({schemes})")
     return objects_of(f"{scheme}://{bucket}"), name.rstrip("/")
 

@@ -97,7 +97,7 @@ def _written_tables(tables: Iterator[Any]) -> Iterator[Any]:
     waiting: list[Any] = []
     for table in tables:
         waiting.append(table)
-        if sum(each.num_rows for each in waiting) >= _WRITTEN_ROWS:
+        if sum(table.num_rows for table in waiting) >= _WRITTEN_ROWS:
             yield pa.concat_tables(waiting)
             waiting = []
     if waiting:

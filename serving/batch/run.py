@@ -135,9 +135,9 @@ def _check_columns(files: Sequence[InputFile], columns: BatchColumns, partition_
         schema = file.schema
         columns.of_file(file.path, schema)
         check_partition_types(file.path, schema, partition_by)
-        kept = {name: schema.field(name).type for name in columns.keep}
-        first = kept if first is None else first
-        for name, kind in kept.items():
+        kept_types = {name: schema.field(name).type for name in columns.keep}
+        first = kept_types if first is None else first
+        for name, kind in kept_types.items():
             if kind != first[name]:
                 raise ConfigurationError(f"{file.path}: column {name!r}: expected {first[name]}, got {kind}")
 

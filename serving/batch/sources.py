@@ -88,7 +88,10 @@ class ServerSource:
             no_rows: Any = {key: (np.zeros(0, np.int64), np.zeros(0, np.int32)) for key in info.keys}
             if info.weighted:
                 no_rows = {key: (*arrays, np.zeros(0, np.float32)) for key, arrays in no_rows.items()}
-            dense = {each.name: np.zeros((0, *each.shape), each.dtype.numpy) for each in info.dense}
+            dense = {
+                dense_input.name: np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
+                for dense_input in info.dense
+            }
             version = client.score(no_rows, dense).version
         return ServerSource(self.address, self.model, self.tls, self.timeout_s, version)
 

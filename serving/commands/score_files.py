@@ -143,8 +143,8 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         if time.monotonic() - said < _LINE_S:
             return
         said = time.monotonic()
-        left = f", {(total - done) / speed:,.0f} s left" if speed else ""
-        say(f"{done:,} of {counted(total, 'row')}, {speed:,.0f} rows/s{left}")
+        remaining = f", {(total - done) / speed:,.0f} s left" if speed else ""
+        say(f"{done:,} of {counted(total, 'row')}, {speed:,.0f} rows/s{remaining}")
 
     if not err.is_terminal:
         yield say_line

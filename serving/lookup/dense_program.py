@@ -163,12 +163,12 @@ class DenseProgram:
                 embeddings = self._embeddings(batches, answers, requests, [number], repeated=False)
                 inputs = self._inputs(requests[number], rows, number, repeated=False)
                 scores[number] = self._user_side.score(embeddings, inputs)
-        others = [number for number in numbers if number not in scores]
-        if others:
-            inputs_of_others = [self._inputs(requests[number], rows, number, repeated=True) for number in others]
-            embeddings = self._embeddings(batches, answers, requests, others, repeated=True)
-            samples = [requests[number].samples for number in others]
-            scores |= zip(others, self.score(embeddings, inputs_of_others, samples), strict=True)
+        unscored = [number for number in numbers if number not in scores]
+        if unscored:
+            inputs_of_others = [self._inputs(requests[number], rows, number, repeated=True) for number in unscored]
+            embeddings = self._embeddings(batches, answers, requests, unscored, repeated=True)
+            samples = [requests[number].samples for number in unscored]
+            scores |= zip(unscored, self.score(embeddings, inputs_of_others, samples), strict=True)
         return {
             number: {name: numbers for name, numbers in outputs.items() if name in requests[number].outputs}
             for number, outputs in scores.items()

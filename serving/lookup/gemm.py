@@ -74,8 +74,8 @@ def replace_large_products(graph: Any, *, takes_weights: bool = False) -> int:
         else:
             continue
         graph.setInsertPoint(node)
-        (made,) = graph.insertGraph(_scripted(replacement).inlined_graph, inputs)
-        node.output().replaceAllUsesWith(made)
+        (inserted,) = graph.insertGraph(_scripted(replacement).inlined_graph, inputs)
+        node.output().replaceAllUsesWith(inserted)
         node.destroy()
         replaced += 1
     return replaced

@@ -79,8 +79,8 @@ class CapturedDense(
 
     @property
     def _numbers(self) -> tuple[bytes, np.dtype[Any]]:
-        given = ((getattr(self, name), dtype) for name, dtype in _CAPTURED.items())
-        return next((numbers, dtype) for numbers, dtype in given if numbers is not None)
+        candidates = ((getattr(self, name), dtype) for name, dtype in _CAPTURED.items())
+        return next((numbers, dtype) for numbers, dtype in candidates if numbers is not None)
 
     @property
     def array(self) -> Array:
@@ -149,7 +149,7 @@ class CapturedRequest(
             values,
             lengths,
             outputs=LOOKED_UP if self.outputs is None else self.outputs,
-            dense={name: each.array for name, each in self.dense.items()},
+            dense={name: numbers.array for name, numbers in self.dense.items()},
             tables=self.tables,
             shared=self.shared,
         )

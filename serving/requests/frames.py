@@ -35,11 +35,11 @@ def columns_of(frame: Any, names: Collection[str] | None = None, weighted: Itera
     """
     present = _column_names(frame) or []
     weights = {weights_column(name): name for name in weighted if name in present}
-    taken = [name for name in present if name not in weights and (names is None or name in names)]
-    for name in (*taken, *weights):
+    feature_names = [name for name in present if name not in weights and (names is None or name in names)]
+    for name in (*feature_names, *weights):
         if present.count(name) > 1:
             raise InvalidRequest(f"column {name!r}: expected one of this name, got {present.count(name)}")
-    columns = {name: frame[name] for name in taken}
+    columns = {name: frame[name] for name in feature_names}
     for column, name in weights.items():
         if column in present:
             columns[name] = {"values": columns[name], "weights": frame[column]}

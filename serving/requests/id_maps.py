@@ -62,12 +62,12 @@ class IdMaps:
     @property
     def known(self) -> dict[str, Ids]:
         """The ids that each map has, by table, in the order of its entries: int64 [n]. It reads all maps."""
-        found = {}
+        known_ids = {}
         for name, number in self._index.items():
             first = self._first_entry[number]
             entries = self._entries[first : first + int(self._capacity[number])].view(np.int64)
-            found[name] = entries[::2][entries[1::2] >= 0]
-        return found
+            known_ids[name] = entries[::2][entries[1::2] >= 0]
+        return known_ids
 
     def rows_of(self, ids: Ids, maps: npt.NDArray[np.int64]) -> Ids:
         """The row that each id reads.
@@ -91,8 +91,8 @@ class IdMaps:
         is_known &= entries[1::2] >= 0
         rows: Ids = np.where(is_known, entries[1::2], self._last_row[of])
         for number, hashed in self._hashed.items():
-            others = np.flatnonzero(~is_known & (maps == number))
-            rows[others] = _hashed_rows(ids[others], hashed)
+            in_hash_table = np.flatnonzero(~is_known & (maps == number))
+            rows[in_hash_table] = _hashed_rows(ids[in_hash_table], hashed)
         return rows
 
 

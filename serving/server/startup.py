@@ -113,11 +113,11 @@ def misread_numpy_2(repository: Path, options: Sequence[str]) -> Iterator[str]:
         options: the options of tritonserver, which load such models.
     """
     loaded = loaded_by(options)
-    others = [name for name in other_models(repository) if loaded & {name, "*"} and has_python(repository / name)]
+    models = [name for name in other_models(repository) if loaded & {name, "*"} and has_python(repository / name)]
     numpy = version("numpy")
-    if others and int(numpy.partition(".")[0]) >= 2:
+    if models and int(numpy.partition(".")[0]) >= 2:
         yield (
-            f"{', '.join(others)}: Triton's Python backend was built for numpy 1, and numpy {numpy} is installed: "
+            f"{', '.join(models)}: Triton's Python backend was built for numpy 1, and numpy {numpy} is installed: "
             "as_numpy() returns wrong numbers, and Tensor(name, array) is empty: use to_dlpack() and from_dlpack() "
             "in model.py, or `pip install 'numpy<2'`"
         )
