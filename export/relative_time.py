@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
+from time import thread_time
 
 import torch
 
@@ -13,9 +13,9 @@ Call = Callable[[], object]
 
 
 def relative_time(one: Call, other: Call) -> float:
-    """The median time of `other` divided by that of `one`, with one thread, as in a server.
+    """The median processor time of `other` divided by that of `one`, with one thread, as in a server.
 
-    They take turns: what else the machine does slows both.
+    They take turns, and waiting does not count: what else the machine does slows both alike.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,6 +30,6 @@ def relative_time(one: Call, other: Call) -> float:
 
 
 def _seconds(call: Call) -> float:
-    started = perf_counter()
+    started = thread_time()
     call()
-    return perf_counter() - started
+    return thread_time() - started

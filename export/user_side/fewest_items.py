@@ -1,5 +1,6 @@
 """From how many items of one user the programs of a user side are faster than the whole dense part."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,7 @@ import torch
 from export.capture.graph_inputs import DenseInputs
 from export.relative_time import relative_time
 from export.user_side.compile import SplitPart, UserSidePrograms, call_programs, ranking
-from serving.lookup.dense_files import Forward
+from serving.lookup.dense_files import Forward, load_user_side_program
 
 # The numbers of items that are measured. Requests with fewer are scored with others, by the whole dense part.
 SIZES = (16, 32, 64, 128, 256)
@@ -28,11 +29,33 @@ def with_fewest_items(
         whole: the whole dense part, in the format that serves.
         probe: its usual inputs.
     """
+    loaded = [load_user_side_program(program.save_to_buffer()) for program in (programs.user, programs.items)]
     fewest = None
     for items in reversed(SIZES):
-        repeated, once = ranking(probe, split, 0, torch.arange(items) % probe.samples)
-        score_whole = partial(whole, *repeated.tensors(split.part.jagged))
-        if relative_time(score_whole, partial(call_programs, programs.user, programs.items, split, once)) > 1:
+        if time_of_once(loaded, split, whole, probe, items) > 1:
             break
         fewest = items
     return replace(programs, side=msgspec.structs.replace(programs.side, fewest_items=fewest))
+
+
+def time_of_once(
+    programs: Sequence[Forward], split: SplitPart, whole: Forward, probe: DenseInputs, items: int
+) -> float:
+    """The time of both programs for a request of some items, divided by the time of the whole dense part.
+
+    Both are loaded as for serving, which chooses the library of large products.
+    """
+    user_program, items_program = programs
+    repeated, once = ranking(probe, split, 0, torch.arange(items) % probe.samples)
+    embeddings, *others = repeated.tensors(split.part.jagged)
+
+    def score_whole() -> None:
+        # The server repeats the user's rows before it calls the whole dense part.
+        for first, last in split.user_spans:
+            embeddings[:, first:last] = embeddings[:1, first:last]
+        whole(
+            embeddings,
+            *(other.clone() if number in split.arguments else other for number, other in enumerate(others)),
+        )
+
+    return relative_time(score_whole, partial(call_programs, user_program, items_program, split, once))

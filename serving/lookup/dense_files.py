@@ -73,10 +73,19 @@ def load_user_side(bundle: Bundle) -> tuple[Forward, Forward]:
         Exception: torch cannot load one.
     """
     user, items = (
-        _load_torchscript(read_checked(bundle.path / name, bundle.manifest.files[name]), takes_weights=True)
+        load_user_side_program(read_checked(bundle.path / name, bundle.manifest.files[name]))
         for name in (USER_PROGRAM, ITEMS_PROGRAM)
     )
     return user, items
+
+
+def load_user_side_program(content: bytes) -> Forward:
+    """Load the content of a file with a program for many items of one user.
+
+    Raises:
+        Exception: torch cannot load it.
+    """
+    return _load_torchscript(content, takes_weights=True)
 
 
 def _load_torchscript(content: bytes, *, takes_weights: bool = False) -> Forward:

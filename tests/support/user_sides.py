@@ -12,6 +12,5 @@ from export.user_side import fewest_items
 def used_from(items: int | None) -> Iterator[None]:
     """Within the block, exports measure no times, and find these `fewest_items`: one of `SIZES`, or None."""
     with pytest.MonkeyPatch.context() as patch:
-        times = {size: 0.5 if items is not None and size >= items else 2.0 for size in fewest_items.SIZES}
-        patch.setattr(fewest_items, "relative_time", lambda whole, _: times[len(whole.args[0])])
+        patch.setattr(fewest_items, "time_of_once", lambda *of: 2.0 if items is None or of[-1] < items else 0.5)
         yield

@@ -222,15 +222,17 @@ def test_a_file_that_another_process_runs_differently_is_not_published(
     ],
 )
 def test_the_fastest_comes_first(milliseconds: Mapping[str, float], expected: list[str]) -> None:
-    def sleeping(duration: float) -> Callable[..., tuple[Tensor, ...]]:
+    def busy(duration: float) -> Callable[..., tuple[Tensor, ...]]:
         def forward(*_: Tensor) -> tuple[Tensor, ...]:
-            time.sleep(duration / 1000)
+            end = time.thread_time() + duration / 1000
+            while time.thread_time() < end:
+                pass
             return ()
 
         return forward
 
     files = [
-        CompiledFile(DenseFile(name, DenseFormat.TORCHSCRIPT), b"", sleeping(duration))
+        CompiledFile(DenseFile(name, DenseFormat.TORCHSCRIPT), b"", busy(duration))
         for name, duration in milliseconds.items()
     ]
     ordered = [compiled.file for compiled in _fastest_first(files, [[torch.zeros(1)]])]
