@@ -347,7 +347,7 @@ def test_a_clock_that_is_wrong_keeps_no_delta_back(
 
 def test_a_memory_that_is_too_small_for_a_live_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1 << 20)
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1 << 20)
     with (
         applying(path, monkeypatch) as copies,
         pytest.raises(ConfigurationError, match=r"weights-memory 'live': .* cannot be copied, which takes 4 MiB: .*"),
