@@ -12,7 +12,7 @@ from serving.batch.columns import OnError, read_column_names
 from serving.batch.sources import BundleSource, ServerSource, Source
 from serving.client import Tls
 from serving.commands.connection import TlsOf, say, takes_tls
-from serving.errors import ConfigurationError, counted
+from serving.errors import ConfigurationError, InvalidRequest, counted
 from serving.files import is_utf8
 from serving.requests.input_forms import Nulls
 from serving.requests.streams import STREAM_TIMEOUT_S
@@ -110,6 +110,8 @@ def score_files(
     out.print(f"scored {counted(summary.scored_rows, 'row')} in {seconds:.1f} s: {rate:,.0f} rows/s")
     if price_per_hour is not None and rate:
         out.print(f"a million rows cost {price_per_hour * 1e6 / rate / 3600:.4f}")
+    if summary.rows and summary.skipped_rows == summary.rows:
+        raise InvalidRequest(f"{summary.errors}: the model refused all rows, so none has scores")
 
 
 def _source(bundle: Path | None, server: str | None, model: str | None, tls: Tls | None, timeout_s: float) -> Source:

@@ -92,6 +92,16 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "scores").num_rows == ROWS
 
 
+def test_a_run_without_any_score_fails(repository: Path, tmp_path: Path) -> None:
+    """A column of another type makes all rows bad. A pipeline goes on after an exit code of 0."""
+    day = write_day(tmp_path / "day.parquet", day_table(3).set_column(2, "x", pa.array(["one", "two", "three"])))
+    for _ in range(2):  # the second time, the output is there
+        done = tbe_serve(*scoring(day, repository, tmp_path), "--on-error", "skip")
+        assert done.returncode == 1
+        assert "scores.errors.jsonl: the model refused all rows, so none has scores" in done.stderr
+    assert len((tmp_path / "scores.errors.jsonl").read_text().splitlines()) == 3
+
+
 def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
     table = day_table(10)
     day = write_day(tmp_path / "day.parquet", table.set_column(2, "x", pa.array([[50], *[[]] * 9])))
