@@ -14,7 +14,7 @@ def notebook_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence
     Args:
         caption: the line above the table.
         columns: the names of the columns.
-        rows: rows with a value for each column. After `MOST_ROWS` rows, the number of the others is shown.
+        rows: rows with a value for each column. At most `MOST_ROWS` are shown, then a line counts the remaining ones.
     """
     remaining = iter(rows)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in islice(remaining, MOST_ROWS))

@@ -183,8 +183,8 @@ def check_published(model: Path, requested: Iterable[int]) -> None:
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     """Read the manifest of a bundle, and check its files. Weights files are not read.
 
-    Every file must exist with its size. All files but the weights files and the file of id maps are compared with
-    their digests; `verify_digests` compares these, too. So the time does not depend on the size of the tables.
+    Every file must exist with its size, and all but the weights files and the file of id maps must have their
+    digests. `verify_digests` compares these two kinds, which takes time in proportion to the size of the tables.
 
     Args:
         path: the folder of the bundle, <model>/<version>.

@@ -32,8 +32,9 @@ def validate_each(
     """Validate requests together. If one of them is invalid, apply the tables' id policies to each request.
 
     Returns:
-        The valid requests; their positions among `requests`; the errors of the others, by position; and the number of
-        ids outside [0, rows) in the valid requests, by table. The errors have no tracebacks, which would keep arrays.
+        Four results: the valid requests, their positions in `requests`, the error of each invalid request by
+        position, and by table the number of ids outside [0, rows) in the valid requests. The errors have no
+        tracebacks, because tracebacks would keep arrays in memory.
 
     Raises:
         InternalError: as for `validate`.

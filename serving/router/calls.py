@@ -6,8 +6,8 @@ https://grpc.github.io/grpc/python/grpc.html, SingleThreadedUnaryStream.
 
 Only the first attempt is made here. `Host.attempts` makes further attempts, after an error or when an answer is late.
 
-gRPC drops a response that is not read by its deadline. So while the thread waits for a late host, other threads read
-the responses of the other hosts.
+gRPC drops a response that is not read before the deadline of its call. So while the calling thread waits for a late
+host, threads of a pool read the responses that arrive from other hosts.
 """
 
 import asyncio

@@ -257,7 +257,7 @@ def _adopt_abandoned(path: Path, about: About, manifest: Manifest) -> bool:
 
 
 def _lock_abandoned(path: Path) -> int:
-    """Lock an unused copy. If its server has ended but processes still use it, wait until they end, too."""
+    """Lock an unused copy. If its server has ended, first wait until the model processes have ended as well."""
     server = path.name.removeprefix(LIVE_PREFIX).partition("-")[0]
     is_gone = server.isdecimal() and not Path(f"/proc/{server}").exists()
     until = time.monotonic() + (_ENDING_S if is_gone else 0.0)

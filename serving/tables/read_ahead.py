@@ -1,7 +1,7 @@
 """Read-ahead for a bundle that is larger than memory: all pages of a batch are requested before its lookup.
 
-A lookup reads one row after another, and waits for the disk at each row that is not in memory. A disk can serve many
-reads at once, so the kernel is told of all pages first (posix_fadvise(2)).
+A lookup reads one row after another, and waits for the disk at each row that is not in memory. Disks are faster if
+they get many reads at once. So all pages of the batch are first requested from the kernel (posix_fadvise(2)).
 """
 
 import mmap

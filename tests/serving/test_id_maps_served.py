@@ -28,10 +28,11 @@ from tests.support.servers import at_once, metric, running
 
 
 def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
-    """Requests that come together; some of them are wrong, and hurt nobody."""
+    """Valid requests that are sent together with an invalid one get the right answers."""
     requests = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
     some = {key: requests[5][key] for key in ("words", "item_id")}
-    answers = at_once([partial(lookup, request) for request in [*requests, some, {"nobody": [[1]]}]])
+    invalid = {"unknown": [[1]]}
+    answers = at_once([partial(lookup, request) for request in [*requests, some, invalid]])
     for request, answer in zip(requests, answers[:24], strict=True):
         assert_right(answer, module, request)
     whole = right(module, requests[5])
