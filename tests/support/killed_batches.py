@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.day import ROW_GROUP, ROWS
+from tests.support.day import ROW_GROUP, ROWS, contents
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +43,14 @@ def killed(bundle: Path, day: Path, folder: str, kills: int, partition_by: str =
     # A kill loses what was scored of one part.
     assert report["rows"] <= report["outputs"] * ROWS + kills * ROW_GROUP
     return report
+
+
+def kill_folder_runs(bundle: Path, day: Path, folder: Path, kills: int, partition_by: str = "") -> None:
+    """As `killed`; and check that each output in the folder is that of a run that was not killed, and all there is."""
+    report = killed(bundle, day, str(folder), kills, partition_by)
+    for output in range(report["outputs"]):
+        assert contents(folder / f"scores-{output}") == contents(folder / "whole")
+    assert not [*folder.glob(".*")]
 
 
 def main(bundle: Path, day: Path, folder: str, kills: int, *partition_by: str) -> None:

@@ -20,7 +20,7 @@ from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
 from serving.errors import ConfigurationError, InvalidRequest
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, partitioned_day, write_day
-from tests.support.killed_batches import killed
+from tests.support.killed_batches import kill_folder_runs
 from tests.support.stopped_runs import Stopped, stop_after
 
 KEEP = ["id", "day", "country"]
@@ -227,11 +227,7 @@ def test_chunks_slices_and_dictionaries_are_split(kind: Any) -> None:
 
 
 def _kill(bundle: Path, tmp_path: Path, kills: int) -> None:
-    day = write_day(tmp_path / "day.parquet", partitioned_day())
-    report = killed(bundle, day, str(tmp_path), kills, "day")
-    for output in range(report["outputs"]):
-        assert contents(tmp_path / f"scores-{output}") == contents(tmp_path / "whole")
-    assert not [*tmp_path.glob(".*")]
+    kill_folder_runs(bundle, write_day(tmp_path / "day.parquet", partitioned_day()), tmp_path, kills, "day")
 
 
 def test_a_run_may_be_killed_at_any_moment(bundle: Path, tmp_path: Path) -> None:
