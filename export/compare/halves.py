@@ -1,7 +1,7 @@
-"""Two halves of the labelled rows: one chooses the bundle to recommend, and the other one confirms it.
+"""Two halves of the labelled rows: one half chooses the bundle to recommend, and the other half confirms it.
 
-The bundle that looks best among many on some rows looks better there than it is. Rows that did not choose it show its
-loss without this advantage.
+Of many bundles, the best one on some rows partly owes its rank to chance. Its loss on rows that were not used to
+choose it is free of this bias.
 """
 
 import os
@@ -29,9 +29,9 @@ RowNumbers = npt.NDArray[np.intp]
 def split_rows(labels: Labels) -> tuple[RowNumbers, RowNumbers | None]:
     """The numbers of the rows that choose, and of those that confirm.
 
-    The halves are drawn at random for each label, always in the same way: so they have equally many rows of each
-    label, also if the labels of a file alternate. If they would have fewer than `LEAST_ROWS` of a label, all rows
-    choose.
+    The rows of each label are divided at random, with a fixed seed, so that both halves have equally many rows of
+    each label, even if the labels of a file alternate. If a half would have fewer than `LEAST_ROWS` rows of a label,
+    all rows choose.
 
     Args:
         labels: bool [n].

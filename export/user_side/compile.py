@@ -229,11 +229,11 @@ def ranking(
 def call_programs(
     user: Forward, items: Forward, split: SplitPart, tensors: Sequence[tuple[Tensor, Tensor]]
 ) -> Sequence[Tensor]:
-    """What the programs answer.
+    """The outputs of the two programs.
 
     Args:
-        user: the first program.
-        items: the second.
+        user: the program of the user.
+        items: the program of the items.
         split: the description of the dense part.
         tensors: the embeddings, then each other input: for one sample of the user, and for all items.
     """

@@ -56,7 +56,7 @@ class FolderOutput:
 
     @property
     def _finished(self) -> Path:
-        """A file here says that the part with its name is finished."""
+        """The folder with a file for each finished part, under the part's name."""
         return self._hidden / "finished" if self.is_partitioned else self._scores
 
     @contextmanager
@@ -143,7 +143,7 @@ class FolderOutput:
                 file.write(lines)
 
     def finish(self, name: str, files: Sequence[str]) -> None:
-        """As `Output`. After a power cut, no part is finished whose files are lost."""
+        """As `Output`. The part's files are synced first, so that a power cut cannot lose them afterwards."""
         for folder in {folder for file in files for folder in Path(file).parents}:
             sync_folder(self._scores / folder)
         with replacing(self._finished / name):
@@ -170,7 +170,7 @@ class FolderOutput:
 
 
 def _remove_files(folder: Path, *, but: Collection[str]) -> None:
-    """Remove the files below a folder that have other names."""
+    """Remove the files below a folder, except those with the names in `but`."""
     for path in folder.rglob("*"):
         if path.name not in but and path.is_file():
             path.unlink()

@@ -110,15 +110,15 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
 
 
 def check_outside(out: str, patterns: Sequence[str], files: Sequence[InputFile]) -> None:
-    """Refuse an output in a folder that is read, because the next run would score its scores.
+    """Refuse an output inside the inputs, because the next run would read its scores as inputs.
 
     Args:
-        out: absolute path, or URL.
-        patterns: as in `find_inputs`.
-        files: that the patterns name.
+        out: an absolute path, or a URL.
+        patterns: as for `find_inputs`.
+        files: the files that the patterns name.
 
     Raises:
-        ConfigurationError: naming the folder, or the file of the output.
+        ConfigurationError: an input folder contains the output, or an input is a file of it. The message names it.
     """
     folder = _with_slash(out)
     containing = [pattern for pattern in patterns if folder.startswith(_with_slash(pattern))]

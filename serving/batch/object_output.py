@@ -29,12 +29,12 @@ _FINISHED = "_finished"
 class ObjectOutput:
     """An `Output` below a URL.
 
-    No lock keeps other runs away. Two runs of one journal write the same objects. A run whose journal was replaced by
-    a run with --restart stops before it writes another object.
+    Other runs are not locked out. Two runs of one journal write the same objects. A run stops before its next object
+    if a run with --restart has replaced its journal.
 
     Attributes:
         url: such as s3://bucket/scores, without "/" at its end.
-        journal_digest: of this run.
+        journal_digest: the digest of this run's journal.
         is_partitioned: whether a part is several objects, below prefixes by the values of columns.
     """
 
@@ -75,22 +75,22 @@ class ObjectOutput:
             check_continues(self.url, earlier, journal)
         errors = {part.name: f"{_ERRORS}/{part.errors_name}" for part in parts}
         finished = {part.name for part in parts if self._finished(part.name) in names and earlier == journal}
-        # A run with --on-error skip finished them.
-        again = set() if skips_bad_rows else {part for part in finished if errors[part] in names}
-        finished -= again
+        # A run with --on-error skip finished these parts without their bad rows.
+        incomplete = set() if skips_bad_rows else {part for part in finished if errors[part] in names}
+        finished -= incomplete
         if earlier != journal:
-            # Without its _SUCCESS, no reader takes what is left for scores; without its parts, no run does.
+            # Without _SUCCESS, readers ignore the objects that are left; without the parts, runs do.
             self._objects.delete(names & {SUCCESS})
             self._objects.delete(name for name in sorted(names) if _is_ours(name))
             self._objects.write(_JOURNAL, journal.encoded())
         else:
-            # What else parts have that are not finished is written again as it is, perhaps by another run just now.
-            bases = {name for part in again for name in (part, f"{part}.jsonl")}
+            # Objects of unfinished parts stay: this run, or another one of the same journal, writes the same bytes.
+            bases = {name for part in incomplete for name in (part, f"{part}.jsonl")}
             self._objects.delete(name for name in sorted(names) if _is_ours(name) and _base(name) in bases)
         return finished
 
     def _finished(self, name: str) -> str:
-        """The object that says that a part is finished."""
+        """The object whose existence means that a part is finished."""
         return f"{_FINISHED}/{name}" if self.is_partitioned else name
 
     def _check_journal(self) -> None:
@@ -114,7 +114,7 @@ class ObjectOutput:
             self._objects.write_file(name, file)
 
     def write_errors(self, name: str, lines: bytes) -> None:
-        """As `Output`. Those of an earlier try are the same."""
+        """As `Output`. An earlier attempt wrote the same lines."""
         if lines:
             self._objects.write(f"{_ERRORS}/{name}", lines)
 

@@ -46,22 +46,22 @@ class Output(Protocol):
         """
 
     def writing(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file with scores, which is there when the block ends well, whole.
+        """A file for scores, which appears whole when the block ends without an error.
 
         Args:
-            name: of a part, which is then finished; or if the output is partitioned, of one of its files, such as
-                day=2026-11-01/part-00000.parquet.
+            name: the name of a part, which is finished afterwards; or in a partitioned output, the name of one of the
+                part's files, such as day=2026-11-01/part-00000.parquet.
         """
 
     def write_errors(self, name: str, lines: bytes) -> None:
         """Write the rows of a part that have no scores, or remove those of an earlier try."""
 
     def finish(self, name: str, files: Sequence[str]) -> None:
-        """Note in a partitioned output that a part is finished.
+        """Record in a partitioned output that a part is finished.
 
         Args:
-            name: of the part.
-            files: names of its files, which are all there.
+            name: the name of the part.
+            files: the names of its files, all of which are written.
         """
 
     def publish(self, journal: Journal, parts: Sequence[Part]) -> None:

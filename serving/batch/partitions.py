@@ -1,7 +1,7 @@
-"""Scores in folders by the values of columns, such as day=2026-11-01/part-00000.parquet, as of Hive and Spark.
+"""Scores in folders by the values of columns, as Hive and Spark write them: day=2026-11-01/part-00000.parquet.
 
-The columns are in the names of folders, and not in the files. Names are escaped so that pyarrow, Polars and Spark
-read the same values.
+The names of the folders have the values of the columns, which the files therefore lack. Names are escaped so that
+pyarrow, Polars and Spark read the same values.
 """
 
 import re
@@ -19,18 +19,18 @@ from serving.errors import ConfigurationError
 
 # Open files of a process: one for each partition of a row group. Many systems allow 1024.
 MOST_PARTITIONS = 512
-# The folder of nulls and of empty text, as of Hive and Spark.
+# The folder of nulls and of empty text in Hive and Spark.
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# ASCII but letters, digits and "_.~-". Spark reads %C3%A9 as two letters, so that other letters are kept.
+# All of ASCII but letters, digits and "_.~-". Other characters are not escaped, because Spark reads %C3%A9 as two.
 _ESCAPED = re.compile(r"(?![\w.~-])[\x00-\x7f]")
 _MOST_NAME_BYTES = 255
 
 
 def check_partition_columns(columns: BatchColumns, partition_by: Sequence[str]) -> None:
-    """Refuse names that are not carried over to the scores, and those that leave no column.
+    """Refuse columns that are not carried over to the scores, outputs of the model, and repeated columns.
 
     Raises:
-        ConfigurationError: naming the column.
+        ConfigurationError: a column is refused. The message names it.
     """
     for column in partition_by:
         if column in columns.inputs.outputs:
@@ -44,15 +44,15 @@ def check_partition_columns(columns: BatchColumns, partition_by: Sequence[str]) 
 
 
 def check_partition_types(path: str, schema: Any, partition_by: Sequence[str]) -> None:
-    """Refuse columns whose values are no good names of folders.
+    """Refuse columns whose types cannot name folders.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         schema: its pyarrow Schema.
         partition_by: the columns.
 
     Raises:
-        ConfigurationError: naming file and column.
+        ConfigurationError: a column has another type. The message names file and column.
     """
     is_name: tuple[Callable[[Any], bool], ...] = (
         pa.types.is_integer, pa.types.is_boolean, pa.types.is_date, pa.types.is_string, pa.types.is_large_string,
@@ -68,14 +68,14 @@ def check_partition_types(path: str, schema: Any, partition_by: Sequence[str]) -
 
 
 class PartitionFiles:
-    """The files of a part, one for each partition. They appear when the block ends well.
+    """The files of a part, one for each partition. They appear when the block ends without an error.
 
     Args:
         writing: opens a file by its name, such as day=2026-11-01/part-00000.parquet.
         part: the part.
         partition_by: the columns.
-        metadata: of each file.
-        waiting_rows: rows that are kept in memory until they are written.
+        metadata: the metadata of each file.
+        waiting_rows: the number of rows that are collected in memory before they are written.
     """
 
     def __init__(

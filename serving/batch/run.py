@@ -129,7 +129,7 @@ def _output_of(out: Path | str, journal: Journal, *, is_partitioned: bool) -> Ou
 
 
 def _check_columns(files: Sequence[InputFile], columns: BatchColumns, partition_by: Sequence[str]) -> None:
-    """Refuse files that lack a column, and columns that are carried over in different types or into no folders."""
+    """Refuse files that lack a column, and kept columns of different types or of types that cannot name folders."""
     first = None
     for file in files:
         schema = file.schema
