@@ -40,6 +40,9 @@ class Reloaded:
         answers, wrong, lost: requests that were answered, those whose answer was wrong, and requests that failed.
         counted: requests by the metric of them all, tbe_requests_total.
         crashes: tritonservers and processes of a serving model that died.
+        errors: names of the errors that the clients of lost requests saw.
+        pauses: processes of the model that ended themselves, because the machine gave them no time or set its clock
+            (`serving.backend.process_health.Pauses`). Their requests are refused, as they are by any other end.
         ended, crashed_at_end: processes of the model that ended, and those that a signal ended other than SIGKILL, which
             Triton sends to a process that takes long to end.
         grown_bytes: memory of tritonserver, from after the first tenth of the reloads to the end.
@@ -56,12 +59,16 @@ class Reloaded:
     ended: int
     crashed_at_end: int
     grown_bytes: int
+    errors: set[str]
+    pauses: int
 
     def line(self) -> str:
         return (
             f"{self.reloads} reloads of {INSTANCES} instances under load: {self.answers:,} answers, {self.wrong} wrong, "
-            f"{self.lost} lost, {self.counted:,} counted; {self.scrapes:,} scrapes, {self.bad_scrapes} bad; "
-            f"{self.crashes} crashes; {self.ended:,} processes ended, {self.crashed_at_end} of them by a crash; "
+            f"{self.lost} lost {sorted(self.errors)}, {self.counted:,} counted; "
+            f"{self.scrapes:,} scrapes, {self.bad_scrapes} bad; "
+            f"{self.crashes} crashes; {self.ended:,} processes ended, {self.crashed_at_end} of them by a crash, "
+            f"{self.pauses} because they were paused; "
             f"tritonserver's memory {self.grown_bytes / 1e6:+.1f} MB"
         )
 
@@ -130,7 +137,9 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
     model, endings = folder / "r" / "m", _Endings()
     with running(folder / "r") as server:
         assert server.process.stderr is not None
-        threading.Thread(target=server.process.stderr.read, daemon=True).start()  # or a full pipe would stop it
+        printed: list[str] = []
+        reading = threading.Thread(target=lambda: printed.extend(server.process.stderr or ()), daemon=True)
+        reading.start()  # or a full pipe would stop it
         scraper = _Scraper(server)
         scraping = threading.Thread(target=scraper.run)
         scraping.start()
@@ -155,6 +164,7 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
         grown = server.triton.memory_info().rss - before
         endings.watch(stubs(server.triton, "m"))
     endings.wait()
+    reading.join(PATIENCE_S)
     return Reloaded(
         reloads,
         scraper.scrapes,
@@ -167,6 +177,8 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
         len(endings.ended),
         sum(os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL for status in endings.ended),
         grown,
+        set().union(*(client.errors for client in clients)),
+        sum("this process was paused for" in line for line in printed),
     )
 
 
