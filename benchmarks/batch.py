@@ -1,8 +1,9 @@
 """A Parquet file of DLRM_DCN's rows scored by `tbe-serve score-files`, against the engine in a loop and the model."""
 
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,68 +14,53 @@ from pyarrow import parquet
 from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM_DCN
 
-from benchmarks.measure import Result, interleave, p50, ratio_of
+from benchmarks.measure import Result, ratio_of
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
-from serving.batch.batch_scores import BatchScores
-from serving.batch.columns import BatchColumns
-from serving.batch.folder_output import FolderOutput
-from serving.batch.inputs import find_inputs, parts_of
-from serving.batch.journal import Journal
-from serving.batch.part_scores import Job, score_part
+from serving.batch.run import score_files
 from serving.batch.sources import BundleSource
 from serving.engine import Engine
 
-ROWS, BATCH = 16_384, 4096
-ROUNDS = 7
+# Rows that the loops score, and how many times the file has them: starting processes is not measured.
+ROWS, BATCH, COPIES = 65_536, 4096, 8
+ROUNDS = 5
 # Aims, which the page names: against the engine in a loop, and against the model.
 OVER_ENGINE, OVER_EAGER = 0.8, 3.0
 
 
 def run(workload: Workload, folder: Path) -> Iterator[Result]:
-    """Rows a second on one core, once the bundle is loaded; and how many times what the others score."""
+    """Rows a second on all cores once the bundle is loaded, and how many times what the two loops score.
+
+    `score-files` has a process for each core, and the loops have torch's threads on all cores.
+    """
     torch.set_num_threads(1)
     model = dlrm_dcn(module()).eval()
     bundle = export_model(model, folder / "repository", "dcn", ExportConfig(scores=True))
-    keys = [feature.key for feature in Engine.open(bundle).bundle.manifest.features]
     batches = [workload.request(BATCH, seed) for seed in range(ROWS // BATCH)]
     dense = np.random.default_rng(0).random((len(batches), BATCH, WIDTH), np.float32)
-    tables = [_table(keys, request, numbers) for request, numbers in zip(batches, dense, strict=True)]
-    day = folder / "day.parquet"
-    parquet.write_table(pa.concat_tables(tables), day)
-    scores = folder / "scores"
-    with Engine.open(bundle) as engine, one_core():
-        candidates: Mapping[str, Callable[[], Any]] = {
-            "files": lambda: _score_file(engine, bundle, day, scores),
-            "engine": lambda: [engine.score(table) for table in tables],
-            "eager": lambda: _eager(model, keys, batches, dense),
+    with Engine.open(bundle) as engine:
+        keys = [feature.key for feature in engine.bundle.manifest.features]
+        tables = [_table(keys, request, numbers) for request, numbers in zip(batches, dense, strict=True)]
+        day, scores = folder / "day.parquet", folder / "scores"
+        parquet.write_table(pa.concat_tables(tables * COPIES), day, row_group_size=ROWS // 2)
+        rates: Mapping[str, Callable[[], float]] = {
+            "files": lambda: _rate_of_files(bundle, day, scores),
+            "engine": lambda: _rate(lambda: [engine.score(table) for table in tables]),
+            "eager": lambda: _rate(lambda: _eager(model, keys, batches, dense)),
         }
-        expected = np.concatenate([answer["scores"] for answer in candidates["engine"]()]).ravel()
-        candidates["files"]()
+        expected = np.concatenate([engine.score(table)["scores"] for table in tables]).ravel()
+        rates["files"]()
         written = parquet.read_table(scores)["scores"].to_numpy()
-        np.testing.assert_allclose(written, expected, atol=1e-5)
-        np.testing.assert_allclose(candidates["eager"](), expected, atol=5e-2)  # its tables are not quantized
-        times = interleave(candidates, ROUNDS, warm_up=0)
-    yield Result("batch_rows_per_s", ROWS / p50(times["files"]), unit="/s")
-    yield ratio_of("batch_over_engine", times["engine"] / times["files"])
-    yield ratio_of("batch_over_eager", times["eager"] / times["files"])
-
-
-@contextmanager
-def one_core() -> Iterator[None]:
-    """Keep the threads of this process on one core, those of pyarrow among them."""
-    cores = os.sched_getaffinity(0)
-    try:
-        _keep_on({min(cores)})
-        yield
-    finally:
-        _keep_on(cores)
-
-
-def _keep_on(cores: set[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        np.testing.assert_allclose(written, np.tile(expected, COPIES), atol=1e-5)
+        # The tables of the model are not quantized.
+        np.testing.assert_allclose(_eager(model, keys, batches, dense), expected, atol=5e-2)
+        torch.set_num_threads(os.cpu_count() or 1)
+        rounds = [{name: rate() for name, rate in rates.items()} for _ in range(ROUNDS)]
+        torch.set_num_threads(1)
+    yield Result("batch_rows_per_s", float(np.median([rate["files"] for rate in rounds])), unit="/s")
+    yield ratio_of("batch_over_engine", [rate["files"] / rate["engine"] for rate in rounds])
+    yield ratio_of("batch_over_eager", [rate["files"] / rate["eager"] for rate in rounds])
 
 
 def _table(keys: list[str], request: Arrays, dense: Any) -> Any:
@@ -87,18 +73,26 @@ def _table(keys: list[str], request: Arrays, dense: Any) -> Any:
     return pa.table(columns | {DENSE: pa.FixedSizeListArray.from_arrays(dense.ravel(), WIDTH)})
 
 
-def _score_file(engine: Engine, bundle: Path, day: Path, scores: Path) -> None:
-    """What the command does with a file once the bundle is loaded."""
-    source = BundleSource(bundle)
-    files = find_inputs([str(day)])
-    journal = Journal(scores_of={}, inputs=tuple(files), options={})
-    output, parts = FolderOutput(scores), parts_of(files)
-    job = Job(BatchScores(source, BatchColumns(source.inputs(), {}, ()), "refuse"), False, journal.metadata, output)
-    with output.locked():
-        output.prepare(journal, parts, skips_bad_rows=False, restart=True)
-        for part in parts:
-            score_part(engine, job, part, lambda _: None)
-        output.publish(journal, parts)
+def _rate(score: Callable[[], Any]) -> float:
+    """Rows a second of a loop over all rows."""
+    start = time.perf_counter()
+    score()
+    return ROWS / (time.perf_counter() - start)
+
+
+def _rate_of_files(bundle: Path, day: Path, scores: Path) -> float:
+    """Rows a second of what the command does, from when the first rows are scored until the scores are there."""
+    times: list[tuple[int, float]] = []
+
+    def progress(done: int, _: int) -> None:
+        times.append((done, time.perf_counter()))
+
+    shutil.rmtree(scores, ignore_errors=True)
+    workers = os.cpu_count() or 1
+    summary = score_files(BundleSource(bundle), [str(day)], scores, workers=workers, progress=progress)
+    end = time.perf_counter()
+    first_rows, first = next((done, when) for done, when in times if done)
+    return (summary.rows - first_rows) / (end - first)
 
 
 def _eager(model: DLRM_DCN, keys: list[str], batches: list[Arrays], dense: Any) -> Any:

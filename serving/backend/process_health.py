@@ -1,11 +1,6 @@
-"""The state of a model's process: whether it is busy, how much freed memory it keeps, and when it ends itself.
+"""The state of a model's process: whether it is busy, and when it ends itself.
 
 Busy or idle: a byte in shared memory, which `serving.triton.stubs` reads. Writing it takes no system call.
-
-Memory: glibc returns the memory of a large request to Linux as soon as it is freed. The next large request then takes
-a page fault for every 4 KiB, which is half of the time of 512 samples of DLRM-v2. `serving.server.child_process`
-preloads tcmalloc if it is installed. tcmalloc keeps freed memory, but gives back too little by itself, as does glibc
-if it is told to keep some. So this module gives back what is beyond a limit.
 
 End with the parent: a stub of Triton 2.51 keeps running when its tritonserver is killed. `tbe-serve run` ends such
 stubs, but may be killed as well. So a stub also ends itself when its parent ends.
@@ -18,7 +13,6 @@ requests are refused. In Triton 24.10 and 26.06, `StubLauncher::ReceiveMessageFr
 gives a sign of life every 300 ms. So a process whose request was abandoned was paused for 700 ms or more.
 """
 
-import ctypes
 import mmap
 import os
 import resource
@@ -29,13 +23,8 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from serving.triton.stubs import BUSY
-
-_LIBC = ctypes.CDLL(None)
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def busy_byte() -> mmap.mmap:
@@ -43,63 +32,6 @@ def busy_byte() -> mmap.mmap:
     memory = os.memfd_create(BUSY)
     os.ftruncate(memory, 1)
     return mmap.mmap(memory, 1)
-
-
-# Parameters of mallopt(3), and glibc's maximum for the threshold below which freed memory can be kept.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_BYTES = -1, -3, 32 << 20
-# The property of gperftools' malloc_extension_c.h with the number of free bytes. ReleaseToSystem returns whole runs
-# of pages, and deducts any excess from later calls, so that several calls may be needed.
-_FREE, _MOST_CALLS = b"tcmalloc.pageheap_free_bytes", 1000
-# Largest number of bytes that are kept for the next request.
-KEPT_BYTES = 64 << 20
-
-
-class _Mallinfo2(ctypes.Structure):
-    """The result of mallinfo2(3), since glibc 2.33: ten numbers."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
-# The indices of the numbers of bytes in use: in separate mappings (hblkhd), and in heaps (uordblks).
-_IN_MAPPINGS, _IN_HEAPS = 4, 7
-
-
-class FreedMemory:
-    """Makes malloc keep about `KEPT_BYTES` of freed memory for the next request: glibc's or tcmalloc, no other.
-
-    glibc keeps free memory at the end of its heap, up to a threshold. A small object after it keeps all of it.
-    """
-
-    def __init__(self) -> None:
-        self._count: Any = getattr(_LIBC, "MallocExtension_GetNumericProperty", None)
-        self._mallinfo2: Any = None if self._count else getattr(_LIBC, "mallinfo2", None)
-        if self._mallinfo2 is not None:
-            self._mallinfo2.restype = _Mallinfo2
-            _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
-            _LIBC.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
-            self._least = self._unused()
-
-    def give_back(self) -> None:
-        """Return free memory beyond `KEPT_BYTES` to Linux."""
-        if self._count is not None:
-            free = ctypes.c_size_t()
-            for _ in range(_MOST_CALLS):
-                self._count(_FREE, ctypes.byref(free))
-                if free.value <= KEPT_BYTES:
-                    break
-                _LIBC.MallocExtension_ReleaseToSystem(ctypes.c_size_t(free.value - KEPT_BYTES))
-        elif self._mallinfo2 is not None:
-            unused = self._unused()
-            if unused > self._least + KEPT_BYTES:
-                _LIBC.malloc_trim(0)
-                self._least = self._unused()
-            self._least = min(self._least, unused)
-
-    def _unused(self) -> int:
-        """Bytes of this process's private memory that are not in use by malloc: freed, or not malloc's."""
-        numbers: list[int] = self._mallinfo2().numbers
-        resident, shared = map(int, Path("/proc/self/statm").read_bytes().split()[1:3])
-        return (resident - shared) * _PAGE_BYTES - numbers[_IN_HEAPS] - numbers[_IN_MAPPINGS]
 
 
 @cache

@@ -23,7 +23,7 @@ from serving.backend.dlpack import to_array, to_tensor
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import Families, LookupMetrics, Publisher, triton_families
 from serving.backend.page_metrics import PageMetrics
-from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_with_parent
+from serving.backend.process_health import Pauses, busy_byte, end_with_parent
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
 from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
@@ -41,6 +41,7 @@ from serving.errors import (
     ServingError,
     shown,
 )
+from serving.freed_memory import FreedMemory
 from serving.log import Sampled, about_model
 from serving.lookup.dense_files import LoadedDensePart
 from serving.lookup.instruction_set import instruction_set, slow_kernels

@@ -14,6 +14,7 @@ from typing import Any
 from serving.batch.inputs import Part
 from serving.batch.part_scores import Job, score_part
 from serving.errors import InternalError
+from serving.freed_memory import FreedMemory
 
 # How often rows are counted that other processes have scored, in seconds.
 _COUNT_S = 0.5
@@ -88,6 +89,7 @@ def _start(job: Job, counter: Any, parent: int) -> None:
     if os.getppid() != parent:  # it ended before that
         sys.exit(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+    FreedMemory()
     _worker = _Worker(job, counter)
 
 

@@ -14,6 +14,7 @@ from serving.client import Tls
 from serving.commands.connection import TlsOf, say, takes_tls
 from serving.errors import ConfigurationError, InvalidRequest, counted
 from serving.files import is_utf8
+from serving.freed_memory import FreedMemory
 from serving.requests.input_forms import Nulls
 from serving.requests.streams import STREAM_TIMEOUT_S
 from serving.terminal.app import err, out, progress_bar
@@ -85,6 +86,7 @@ def score_files(
     """
     from serving.batch.run import score_files as run  # pyarrow, which a client does not have
 
+    FreedMemory()
     source = _source(bundle, server, model, tls(), timeout_s)
     started = time.monotonic()
     with _progress() as show:

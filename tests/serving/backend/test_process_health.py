@@ -1,8 +1,5 @@
 """A model's process that stood still gives no answer, which tritonserver would give to another caller."""
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +10,16 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, paused_s
+from serving.backend.process_health import _LONGEST_S, Pauses, paused_s
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.server.child_process import GLIBC, malloc_environment
 from serving.triton.stubs import living_stubs
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
 from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection, random_bags
 from tests.support.servers import add_gate, entered, gate_closed, gate_of, running, stubs, wait_for_execution
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.promise("No caller receives another caller's answer after a process was paused or its clock set forward")
@@ -130,76 +124,3 @@ def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
 def test_waiting_for_python_s_lock_is_not_to_stand_still(elapsed_s: float, waits: int, ends: bool) -> None:
     """A pause of 0.7 s is the shortest for which Triton gives up; 200 waits of 5 ms are one second."""
     assert (paused_s(elapsed_s, waits) > _LONGEST_S) is ends
-
-
-# Faults for a page of 4 KiB that 20 times five answers of 8 MB take, after the first of them.
-_LARGE_ANSWERS = """
-import resource, sys
-import torch
-from serving.backend.process_health import FreedMemory
-
-def faults():
-    for _ in range(20):
-        [torch.ones(2 << 20) for _ in range(5)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-if sys.argv[1] == "kept":
-    FreedMemory()
-first = faults()
-print(faults() - first)
-"""
-
-
-def test_a_large_answer_takes_the_memory_of_the_one_before() -> None:
-    def faults(how: str) -> int:
-        command = [sys.executable, "-c", _LARGE_ANSWERS, how]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-
-    assert faults("kept") < 1000
-    # What glibc does by itself, unless something small happens to lie behind the answers.
-    assert any(faults("freed") > 10_000 for _ in range(20))
-
-
-# Four threads free some 600 MB in pieces of all sizes, with small objects between them that stay. How many MB more than
-# at first the process then has, and after a look; and after a look that came when all was in use again.
-_MUCH_IS_FREED = """
-import re
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-import numpy as np
-from serving.backend.process_health import FreedMemory
-
-def resident():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
-
-def pieces(seed):
-    random = np.random.default_rng(seed)
-    return [(np.ones(random.integers(1 << 10, 1 << 18)), np.ones(100)) for _ in range(150)]
-
-def freed():
-    large = [*pool.map(pieces, range(4))]
-    stay.append([small for every in large for _, small in every])
-    return resident() - before
-
-freed_memory, before, stay = FreedMemory(), resident(), []
-with ThreadPoolExecutor(4) as pool:
-    in_use = freed()
-    kept = resident() - before
-    freed_memory.give_back()
-    left = resident() - before
-    in_use_again = [*pool.map(pieces, range(4, 8))]
-    freed_memory.give_back()
-    stay.append([small for every in in_use_again for _, small in every])
-    del in_use_again
-    freed_memory.give_back()
-    print(in_use, kept, left, resident() - before)
-"""
-
-
-@pytest.mark.parametrize("malloc", [malloc_environment(), GLIBC], ids=["tcmalloc", "glibc"])
-def test_what_malloc_keeps_beyond_a_bound_is_given_back(malloc: dict[str, str]) -> None:
-    command = [sys.executable, "-c", _MUCH_IS_FREED]
-    said = subprocess.check_output(command, env=os.environ | {"LD_PRELOAD": ""} | malloc, text=True, cwd=ROOT)
-    in_use, cached, remaining, left_again = map(int, said.split())
-    assert min(in_use, cached) > 400, "it keeps what is freed"
-    assert max(remaining, left_again) <= (KEPT_BYTES >> 20) + 16, "pieces of it are kept for small objects"
