@@ -65,6 +65,7 @@ FEW_IMPORT = {
     "pyarrow": {
         "serving.batch.batch_scores",
         "serving.batch.folder_output",
+        "serving.batch.input_types",
         "serving.batch.inputs",
         "serving.batch.part_scores",
         "serving.batch.partitions",

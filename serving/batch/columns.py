@@ -67,8 +67,10 @@ class BatchColumns:
             schema: its pyarrow Schema.
 
         Raises:
-            ConfigurationError: naming the column that the file lacks, or has twice.
+            ConfigurationError: naming the column that the file lacks, or has twice, or whose type no input can have.
         """
+        from serving.batch.input_types import check_id_type, check_number_type  # needs pyarrow
+
         weights = [
             name
             for key in self.inputs.weighted
@@ -78,6 +80,12 @@ class BatchColumns:
         for name in (*self.inputs.keys, *self.inputs.dense, *weights):
             for column in self._columns_of(name):
                 self._expect_column(path, schema, column, f"the input {name!r}: name another in `columns`")
+                kind = schema.field(column).type
+                if name in self.inputs.keys:
+                    needs_weights = name in self.inputs.weighted and f"{name}{_WEIGHTS}" not in weights
+                    check_id_type(path, name, column, kind, needs_weights=needs_weights)
+                else:
+                    check_number_type(path, name, column, kind)
                 columns.append(column)
         for column in self.keep:
             self._expect_column(path, schema, column, "`keep`")

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from export.compare.labelled_rows import BATCH_ROWS, LabelledBatch, LabelledColumns, LabelledRows
 from serving.errors import ConfigurationError, EnvironmentMismatch
 
-COLUMNS = LabelledColumns(features=["item"], dense=["price"], weighted=["item"], outputs=["a", "b"], output="a")
+COLUMNS = LabelledColumns(features=["item"], dense=["price"], weighted=[], outputs=["a", "b"], output="a")
+WEIGHTED = replace(COLUMNS, weighted=["item"])
 
 
 def write(path: Path, labels: Any, **more: Any) -> Path:
@@ -52,14 +54,14 @@ def test_the_parquet_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_
 
 def test_a_column_of_weights_goes_with_its_feature(tmp_path: Path) -> None:
     weights = pa.array([[0.5], [2.0]])
-    (batch,) = batches_of(write(tmp_path / "day.parquet", [0, 1], **{"item.weights": weights}))
+    (batch,) = batches_of(write(tmp_path / "day.parquet", [0, 1], **{"item.weights": weights}), columns=WEIGHTED)
     assert batch.features["item"]["weights"].to_pylist() == [[0.5], [2.0]]
 
 
 def test_inputs_are_read_from_columns_of_other_names(tmp_path: Path) -> None:
     day = write(tmp_path / "day.parquet", [0, 1], id=pa.array([[5], [6]]), w=pa.array([[0.5], [2.0]]), age=[7.0, 8.0])
     names = {"item": "id", "item.weights": "w", "price": ["price", "age"]}
-    (batch,) = LabelledRows(day, "click", names).open(COLUMNS)()
+    (batch,) = LabelledRows(day, "click", names).open(WEIGHTED)()
     assert batch.features["item"]["values"].to_pylist() == [[5], [6]]
     assert batch.features["item"]["weights"].to_pylist() == [[0.5], [2.0]]
     assert batch.dense["price"].to_pylist() == [{"price": 0.0, "age": 7.0}, {"price": 1.0, "age": 8.0}]

@@ -1,5 +1,6 @@
 """Columns by the inputs that they are for."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,58 @@ def test_other_toml_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "map.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
         read_column_names(tmp_path / "map.toml")
+
+
+_WEIGHTED = pa.list_(pa.struct([("id", pa.int64()), ("weight", pa.float32())]))
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "message"),
+    [
+        ("x", pa.string(), "day: column 'x': expected integers or lists of integers for the feature 'x', got string"),
+        ("x", pa.float64(), "expected integers or lists of integers for the feature 'x', got double"),
+        ("x", pa.list_(pa.float32()), "expected integers or lists of integers for the feature 'x', got list<"),
+        ("x", pa.list_(pa.list_(pa.int64())), "expected integers or lists of integers"),
+        ("x", pa.dictionary(pa.int32(), pa.string()), "expected integers or lists of integers"),
+        ("x", pa.timestamp("s"), "expected integers or lists of integers"),
+        ("w.weights", pa.list_(pa.string()), "column 'w.weights': expected numbers or lists of numbers"),
+        ("price", pa.string(), "expected numbers or lists of numbers for the input 'price', got string"),
+        ("price", pa.decimal128(5, 2), "expected numbers or lists of numbers for the input 'price', got decimal"),
+    ],
+)
+def test_a_type_that_no_row_is_scored_of_is_refused(column: str, kind: Any, message: str) -> None:
+    schema = BATCH.schema.set(BATCH.schema.get_field_index(column), pa.field(column, kind))
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        BatchColumns(INPUTS, {}, []).of_file("day", schema)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [
+        ("x", pa.uint8()),
+        ("x", pa.bool_()),
+        ("x", pa.null()),
+        ("x", pa.list_(pa.null())),
+        ("x", pa.large_list(pa.int32())),
+        ("x", pa.list_view(pa.int64())),
+        ("x", pa.list_(pa.int64(), 3)),
+        ("x", pa.dictionary(pa.int32(), pa.int64())),
+        ("x", pa.run_end_encoded(pa.int32(), pa.int64())),
+        ("x", _WEIGHTED),
+        ("price", pa.list_(pa.float64(), 1)),
+        ("price", pa.int8()),
+        ("price", pa.null()),
+    ],
+)
+def test_types_that_rows_may_be_scored_of_are_taken(column: str, kind: Any) -> None:
+    schema = BATCH.schema.set(BATCH.schema.get_field_index(column), pa.field(column, kind))
+    assert column in BatchColumns(INPUTS, {}, []).of_file("day", schema)
+
+
+def test_ids_with_weights_need_a_column_of_weights_or_structs() -> None:
+    schema = BATCH.schema.remove(BATCH.schema.get_field_index("w.weights"))
+    message = "day: column 'w': expected lists of structs with `id` and `weight`, or another column 'w.weights', for"
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        BatchColumns(INPUTS, {}, []).of_file("day", schema)
+    weighted = schema.set(schema.get_field_index("w"), pa.field("w", _WEIGHTED))
+    assert "w" in BatchColumns(INPUTS, {}, []).of_file("day", weighted)
