@@ -32,9 +32,10 @@ class Outcomes:
         """One line of text."""
         by_version = ", ".join(f"{count:,} of version {version}" for version, count in sorted(self.answers.items()))
         median = f"{1000 * np.median(self.took_s):.1f} ms" if self.took_s else "no"
-        return (
-            f"{by_version or 'no'} answers, p50 {median}; {self.wrong} wrong or mixed; {self.errors.total()} refused"
-        )
+        refused = f"{self.errors.total()} refused"
+        for message, _ in self.errors.most_common(1):
+            refused += f", most of them: `{message}`"
+        return f"{by_version or 'no'} answers, p50 {median}; {self.wrong} wrong or mixed; {refused}"
 
 
 def requests() -> list[dict[str, Any]]:
