@@ -64,7 +64,7 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(answer, field.name))
 
 
-@pytest.mark.parametrize("name", one_in(8, SERVED))
+@pytest.mark.parametrize("name", one_in(14, SERVED))
 def test_model_is_served_as_it_answers(tmp_path: Path, name: str) -> None:
     """Alone, and merged with others, from examples that its own is not."""
     module = module_of(name)
@@ -92,7 +92,7 @@ def test_model_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert not re.search(r"object at 0x|export_model\(", str(refused.value))  # nor the caller's line
 
 
-@pytest.mark.parametrize("name", one_in(2, ["batch_by_group", "ids_of_matrix", "bert4rec", "beside_pooled"]))
+@pytest.mark.parametrize("name", one_in(4, ["batch_by_group", "ids_of_matrix", "bert4rec", "beside_pooled"]))
 def test_int8_model_is_served_by_its_stored_rows(tmp_path: Path, name: str) -> None:
     """INT8 tables: the module has the rows of the bundle."""
     module = module_of(name)
@@ -103,7 +103,7 @@ def test_int8_model_is_served_by_its_stored_rows(tmp_path: Path, name: str) -> N
         compare(engine, name, module, (1, 5))
 
 
-@pytest.mark.parametrize("name", ["bits_of_numbers", "history_of_dense_part"])
+@pytest.mark.parametrize("name", one_in(2, ["bits_of_numbers", "history_of_dense_part"]))
 def test_float16_tables_answer_float32(tmp_path: Path, name: str) -> None:
     """As TorchRec's collections do, whatever their tables have. Sums are made in float32, too."""
     module = module_of(name)
@@ -118,7 +118,7 @@ def test_float16_tables_answer_float32(tmp_path: Path, name: str) -> None:
         compare(engine, name, module.float(), (1, 2, 8))
 
 
-@pytest.mark.parametrize("name", one_in(2, ["relation_ids", "expert_by_task", "not_finite", "history_of_dense_part"]))
+@pytest.mark.parametrize("name", one_in(4, ["relation_ids", "expert_by_task", "not_finite", "history_of_dense_part"]))
 def test_model_on_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> None:
     module, example = to_gpu(module_of(name)), example_of(name, 6)
     on_gpu = tuple(map(sent, example))

@@ -14,6 +14,7 @@ from export.batchability.probe_mixing import probe_mixing
 from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
+from tests.support.long_cases import one_in
 
 SAMPLES, WIDTH, DENSE = 64, 12, 7
 Forward = Callable[["Parts", Tensor, Tensor], Tensor]
@@ -191,9 +192,7 @@ MEET: dict[str, Forward] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if number % 3 else []) for number, name in enumerate(MEET)]
-)
+@pytest.mark.parametrize("name", one_in(6, MEET))
 def test_where_samples_may_meet_is_named(name: str) -> None:
     mixed_by = mixing_of(Parts({name: MEET[name]}))
     assert mixed_by is not None

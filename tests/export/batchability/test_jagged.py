@@ -265,10 +265,9 @@ MEETING: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 
 
-# What stays in `make test`: each kind once, and all that were read as apart, or not at all, before.
+# What stays in `make test`: each kind once.
 SHORT = (
-    padded_dense, a_layer_over_rows, dense_and_back, two_keys, by_ids, softmax_over_all_rows, over_their_number,
-    lengths_of_another_key, lengths_by_byte, large_offsets_as_numbers, zeros_of_two_keys, as_long_as_there_are_rows,
+    padded_dense, dense_and_back, by_ids, softmax_over_all_rows, lengths_by_byte, large_offsets_as_numbers,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from export.batchability.rounding import Rounding
 from export.capture.graph_inputs import DenseInputs
 from serving.bundle.scores import DenseDtype
 from tests.export.batchability.test_find_mixing import DENSE, SAMPLES, WIDTH, probe
+from tests.support.long_cases import one_in
 
 TASKS = 150
 Scores = Callable[[DenseInputs], Mapping[str, Any]]
@@ -90,7 +91,7 @@ def test_more_than_rounding_is_not_explained() -> None:
         assert not rounding.explains("s", np.full_like(numbers["s"], np.nan))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", one_in(4, range(4)))
 def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
     torch.manual_seed(seed)
     width = WIDTH + DENSE

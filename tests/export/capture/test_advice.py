@@ -14,6 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.scored_models import EXACT
 
 DIM, LONGEST = 8, 6
@@ -239,7 +240,9 @@ def call_of(kind: type[Rows], bags: list[list[int]]) -> dict[str, Any]:
     return {name: every[name] for name in inspect.signature(kind.forward).parameters if name != "self"}
 
 
-@pytest.mark.parametrize(("kind", "why"), [pytest.param(kind, why, id=kind.__name__) for kind, why, _ in ADVISED])
+@pytest.mark.parametrize(
+    ("kind", "why"), one_in(3, [pytest.param(kind, why, id=kind.__name__) for kind, why, _ in ADVISED])
+)
 def test_a_refusal_says_what_to_change_and_where(kind: type[Rows], why: str, tmp_path: Path) -> None:
     bags = bags_of(6)
     with torch.no_grad():
@@ -249,7 +252,7 @@ def test_a_refusal_says_what_to_change_and_where(kind: type[Rows], why: str, tmp
     assert not (tmp_path / "r" / "m").exists()
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(advised for _, _, advised in ADVISED))
+@pytest.mark.parametrize("kind", one_in(4, dict.fromkeys(advised for _, _, advised in ADVISED)))
 def test_what_is_advised_is_served(kind: type[Rows], tmp_path: Path) -> None:
     module = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=call_of(kind, bags_of(6)))

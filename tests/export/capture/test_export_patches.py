@@ -17,6 +17,7 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from tests.models.inputs import ids
+from tests.support.long_cases import one_in
 from tests.support.scored_models import EXACT
 
 SOURCE = """
@@ -69,7 +70,7 @@ def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType
             torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("written", [SIZES, LEN_HANDED_ON], indirect=True)
+@pytest.mark.parametrize("written", one_in(2, [SIZES, LEN_HANDED_ON]), indirect=True)
 def test_a_file_under_several_names_is_put_back_once(
     written: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,24 +107,27 @@ ONE = "depends on whether there is one sample"
 )
 @pytest.mark.parametrize(
     ("written", "why"),
-    [
-        ("pooled * 2 if [1] * len(pooled) == [1, 1] else pooled", A_LIST),
-        ("pooled * 2 if [0] * ((len(pooled) - 2) * (len(pooled) - 2)) else pooled", A_LIST),
-        ("pooled * 2 if str([1] * len(pooled)) == '[1, 1]' else pooled", A_LIST),
-        ("pooled * 2 if [1] * len(pooled) in ([1, 1], [1]) else pooled", A_LIST),
-        ("pooled * 2 if isinstance([1] * len(pooled), list) else pooled", A_LIST),
-        ("pooled * len([1] * len(pooled))", A_LIST),
-        ("pooled * sum([1] * len(pooled))", A_LIST),
-        ("pooled * ([1] * len(pooled))[0]", A_LIST),
-        ("pooled * torch.tensor([*([1] * len(pooled))])[:, None]", A_LIST),
-        ("pooled.clamp(-1, 1) if pooled.shape[0] == 1 else pooled", ONE),
-        ("pooled.clamp(-1, 1) if len(pooled) > 1 else pooled", ONE),
-        ("pooled if len(pooled) - 1 else pooled.clamp(-1, 1)", ONE),
-        ("[pooled.clamp(-1, 1), pooled][bool(len(pooled) - 1)]", ONE),
-        ("pooled * (torch.tensor([0.5]) if len(pooled) == 1 else torch.tensor([0.7]))", ONE),
-        ("pooled * (0.5 if len(pooled) == 1 else 0.7)", ONE),
-        ("pooled * (2 if 2 * pooled.shape[0] < 4 else 1)", ONE),
-    ],
+    one_in(
+        4,
+        [
+            ("pooled * 2 if [1] * len(pooled) == [1, 1] else pooled", A_LIST),
+            ("pooled * 2 if [0] * ((len(pooled) - 2) * (len(pooled) - 2)) else pooled", A_LIST),
+            ("pooled * 2 if str([1] * len(pooled)) == '[1, 1]' else pooled", A_LIST),
+            ("pooled * 2 if [1] * len(pooled) in ([1, 1], [1]) else pooled", A_LIST),
+            ("pooled * 2 if isinstance([1] * len(pooled), list) else pooled", A_LIST),
+            ("pooled * len([1] * len(pooled))", A_LIST),
+            ("pooled * sum([1] * len(pooled))", A_LIST),
+            ("pooled * ([1] * len(pooled))[0]", A_LIST),
+            ("pooled * torch.tensor([*([1] * len(pooled))])[:, None]", A_LIST),
+            ("pooled.clamp(-1, 1) if pooled.shape[0] == 1 else pooled", ONE),
+            ("pooled.clamp(-1, 1) if len(pooled) > 1 else pooled", ONE),
+            ("pooled if len(pooled) - 1 else pooled.clamp(-1, 1)", ONE),
+            ("[pooled.clamp(-1, 1), pooled][bool(len(pooled) - 1)]", ONE),
+            ("pooled * (torch.tensor([0.5]) if len(pooled) == 1 else torch.tensor([0.7]))", ONE),
+            ("pooled * (0.5 if len(pooled) == 1 else 0.7)", ONE),
+            ("pooled * (2 if 2 * pooled.shape[0] < 4 else 1)", ONE),
+        ],
+    ),
     indirect=["written"],
 )
 def test_what_is_true_of_some_sizes_alone_is_refused_with_its_line(

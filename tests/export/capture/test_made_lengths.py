@@ -18,6 +18,7 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
 from tests.support.module_calls import answer_of_call, assert_close
 from tests.support.scored_models import EXACT
@@ -185,11 +186,14 @@ def drawn(samples: int, seed: int, *, alike: bool) -> dict[str, list[list[int]]]
 
 @pytest.mark.parametrize(
     ("kind", "call", "alike"),
-    [
-        pytest.param(kind, call, alike, id=kind.__name__)
-        for alike, kinds in ((True, SHARED), (False, OWN))
-        for kind, call in kinds
-    ],
+    one_in(
+        3,
+        [
+            pytest.param(kind, call, alike, id=kind.__name__)
+            for alike, kinds in ((True, SHARED), (False, OWN))
+            for kind, call in kinds
+        ],
+    ),
 )
 def test_lengths_that_a_forward_makes_are_those_of_the_request(
     kind: type[Any], call: Callable[[Bags], tuple[Any, ...]], alike: bool, tmp_path: Path

@@ -18,6 +18,7 @@ from export.errors import ModelError
 from serving.engine import Engine
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
 from tests.support.module_calls import answer_of_call, assert_close
 from tests.support.scored_models import EXACT
@@ -83,7 +84,7 @@ def call_of(features: dict[str, Any]) -> tuple[Any, ...]:
     return keyed, *(JaggedTensor(weights, lengths=lengths) for weights, lengths in pairs)
 
 
-@pytest.mark.parametrize("kind", [Beside, AlsoSummed])
+@pytest.mark.parametrize("kind", one_in(2, [AlsoSummed, Beside]))
 def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weighted], tmp_path: Path) -> None:
     """Alone and merged."""
     module = kind().eval()
@@ -107,7 +108,7 @@ def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weight
             assert_close(result, right)
 
 
-@pytest.mark.parametrize("kind", [Swapped, Scaled])
+@pytest.mark.parametrize("kind", one_in(2, [Swapped, Scaled]))
 def test_weights_that_are_changed_or_of_another_key_are_refused(kind: type[Weighted], tmp_path: Path) -> None:
     features = drawn(6)
     features["shop"] = {**features["film"], "values": features["film"]["values"][::-1].copy()}  # the same weights

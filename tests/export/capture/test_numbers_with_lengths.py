@@ -20,6 +20,7 @@ from export.capture.stub_collections import Columns
 from export.errors import ModelError
 from export.scores.trace_example import trace_example
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.models import Spec
 from tests.support.module_calls import answer_of_call, assert_close
 from tests.support.scored_models import EXACT
@@ -188,7 +189,7 @@ def check(seed: int, folder: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", one_in(3, range(3)))
 def test_what_is_served_is_the_module_s_answer_or_is_refused_by_name(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
@@ -202,7 +203,7 @@ def test_random_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("way", "are_equal"),
-    [*((way, True) for way in (*TIED, *UNTIED)), (by_rows, False), (by_position, False), (alone, False)],
+    one_in(3, [*((way, True) for way in (*TIED, *UNTIED)), (by_rows, False), (by_position, False), (alone, False)]),
 )
 def test_the_key_of_numbers_is_found_in_the_graph_or_unknown(way: Any, are_equal: bool) -> None:
     """Also where all keys of the example have equal lengths."""

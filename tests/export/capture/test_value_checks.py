@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.models import SUM, collection
 from tests.support.scored_models import EXACT
 
@@ -150,7 +151,7 @@ def call_of(samples: int) -> tuple[KeyedJaggedTensor, Tensor]:
     return KeyedJaggedTensor([*bags], flat, lengths=lengths), torch.rand(samples, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [Checks, Positive, PositiveInOneLine, PositiveByTorch, PositiveByHelper])
+@pytest.mark.parametrize("kind", one_in(3, [Checks, Positive, PositiveInOneLine, PositiveByHelper, PositiveByTorch]))
 def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored], tmp_path: Path) -> None:
     module: Any = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=call_of(6))
@@ -168,7 +169,7 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
             np.testing.assert_allclose(result, module(ids, dense).numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Returns, Keeps, Branches])
+@pytest.mark.parametrize("kind", one_in(2, [Catches, CatchesOfOthers, Returns, Keeps, Branches]))
 def test_a_question_that_an_answer_hangs_on_is_refused(kind: Callable[[], Scored], tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"depends on numbers of the request at .*test_value_checks.py, line .*torch.where"

@@ -23,6 +23,7 @@ from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support.commands import tbe_export
+from tests.support.long_cases import one_in
 from tests.support.scored_models import EXACT, dlrm, own_scores, random_request, trained, two_tower
 
 INT2 = replace(EXACT, dtype={"*": WeightDtype.INT2})
@@ -83,13 +84,38 @@ def auc_of_output(bundle: Path, name: str = "scores") -> Any:
     return aucs
 
 
-def test_the_auc_of_what_serves_and_of_the_model(tmp_path: Path) -> None:
-    module = trained(dlrm())
+@dataclass(frozen=True)
+class Measured:
+    """A bundle that was exported with labelled lines, and its dense part as the export had it."""
+
+    module: nn.Module
+    bundle: Path
+    scored: CompiledDensePart
+    lines: list[dict[str, Any]]
+    file: Path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    module, folder = trained(dlrm()), tmp_path_factory.mktemp("measured")
     lines = lines_of(module, lambda scores: noisy(scores["scores"]))
-    file = write(tmp_path / "sample.jsonl", lines)
-    aucs = {}
-    for name, config in (("exact", EXACT), ("int2", INT2)):
-        bundle = export_model(module, tmp_path / "r", name, replace(config, labelled=file))
+    file = write(folder / "sample.jsonl", lines)
+    parts: list[CompiledDensePart] = []
+
+    def measure(directory: Path, scored: CompiledDensePart, *arguments: Any) -> Any:
+        parts.append(scored)
+        return with_labelled_auc(directory, scored, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "with_labelled_auc", measure)
+        bundle = export_model(module, folder / "r", "m", replace(EXACT, labelled=file))
+    return Measured(module, bundle, parts[0], lines, file)
+
+
+def test_the_auc_of_what_serves_and_of_the_model(measured: Measured, tmp_path: Path) -> None:
+    module, lines, aucs = measured.module, measured.lines, {}
+    int2 = export_model(module, tmp_path / "r", "int2", replace(INT2, labelled=measured.file))
+    for name, bundle in (("exact", measured.bundle), ("int2", int2)):
         served, auc_of_model = expected_auc(bundle, module, lines, "scores", lambda label: label)
         aucs[name] = auc = auc_of_output(bundle)
         assert auc.samples == 81
@@ -116,11 +142,11 @@ def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> No
     assert tbe_export("verify", str(bundle)).exit_code == 0
 
 
-@pytest.mark.parametrize("memory", ["1MB", "0"])
-def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, memory: str) -> None:
-    module = trained(dlrm())
-    torch.save(module.state_dict(), tmp_path / "saved")
-    file = write(tmp_path / "sample.jsonl", lines_of(module, lambda scores: noisy(scores["scores"])))
+@pytest.mark.parametrize("memory", one_in(2, ["1MB", "0"]))
+def test_with_a_checkpoint_the_model_is_measured_where_it_fits(
+    measured: Measured, tmp_path: Path, memory: str
+) -> None:
+    torch.save(measured.module.state_dict(), tmp_path / "saved")
     done = tbe_export(
         *(
             "model",
@@ -130,42 +156,16 @@ def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, m
             str(tmp_path / "saved"),
             "--scores",
         ),
-        *("--repository", str(tmp_path / "r"), "--name", "m", "--dtype", "fp32", "--labelled", str(file)),
+        *("--repository", str(tmp_path / "r"), "--name", "m", "--dtype", "fp32", "--labelled", str(measured.file)),
         *("--trained-memory", memory),
     )
     assert done.exit_code == 0, done.stderr
     auc = auc_of_output(tmp_path / "r" / "m" / "1")
-    exact = auc_of_output(export_model(module, tmp_path / "r", "n", replace(EXACT, labelled=file)))
+    exact = auc_of_output(measured.bundle)
     assert auc is not None
     assert exact is not None
     assert (auc.samples, auc.served, auc.trained) == (81, exact.served, exact.trained if memory == "1MB" else None)
     assert f"{auc.served:.5f}" in done.stdout
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A bundle that was exported with labelled lines, and its dense part as the export had it."""
-
-    bundle: Path
-    scored: CompiledDensePart
-    lines: list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    module, folder = trained(dlrm()), tmp_path_factory.mktemp("measured")
-    lines = lines_of(module, lambda scores: noisy(scores["scores"]))
-    file = write(folder / "sample.jsonl", lines)
-    parts: list[CompiledDensePart] = []
-
-    def measure(directory: Path, scored: CompiledDensePart, *arguments: Any) -> Any:
-        parts.append(scored)
-        return with_labelled_auc(directory, scored, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "with_labelled_auc", measure)
-        bundle = export_model(module, folder / "r", "m", replace(EXACT, labelled=file))
-    return Measured(bundle, parts[0], lines)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_line(
 def test_with_a_file_that_cannot_be_used_nothing_is_published(measured: Measured, tmp_path: Path) -> None:
     file = write(tmp_path / "sample.jsonl", [{**measured.lines[1], "dense": {}}])
     with pytest.raises(ConfigurationError, match="line 1: dense"):
-        export_model(trained(dlrm()), tmp_path / "r", "m", replace(EXACT, labelled=file))
+        export_model(measured.module, tmp_path / "r", "m", replace(EXACT, labelled=file))
     assert not [*(tmp_path / "r").glob("m/1*")]
 
 

@@ -143,7 +143,9 @@ class WritesToAll(ByKey):
 
 
 @pytest.mark.parametrize("with_example", one_in(2, [True, False]), ids=["example", "followed"])
-@pytest.mark.parametrize("model", [ByKey, InAnotherOrder, WritesToOne, WritesToAll], ids=lambda part: part.__name__)
+@pytest.mark.parametrize(
+    "model", one_in(2, [ByKey, InAnotherOrder, WritesToOne, WritesToAll]), ids=lambda part: part.__name__
+)
 def test_a_loop_over_keys_is_scored_as_the_model_does(
     tmp_path: Path, model: Callable[[], ByKey], with_example: bool
 ) -> None:

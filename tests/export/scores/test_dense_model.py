@@ -18,6 +18,7 @@ from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.scores.test_refusals import Branches
+from tests.support.long_cases import one_in
 from tests.support.scored_models import EXACT, even, random_request
 
 
@@ -76,7 +77,7 @@ class Plain(nn.Module):
         return numbers
 
 
-@pytest.mark.parametrize("dtype", [DenseDtype.FP32, DenseDtype.BF16])
+@pytest.mark.parametrize("dtype", one_in(2, [DenseDtype.FP32, DenseDtype.BF16]))
 @pytest.mark.parametrize(
     ("dense", "mixes"), [(OtherInTorchScript, True), (OtherInExport, True), (OtherInBfloat16, None), (Plain, False)]
 )

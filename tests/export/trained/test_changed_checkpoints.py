@@ -32,6 +32,7 @@ from export.trained.checkpoint import open_checkpoint
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
+from tests.support.long_cases import one_in
 from tests.support.models import Spec, collection
 from tests.support.scored_models import dlrm
 
@@ -225,7 +226,7 @@ def verification(path: Path, repository: Path) -> None:
     verify(repository / "m" / "1", collect_tables(bags()), path)
 
 
-@pytest.mark.parametrize("act", [export_fp32, export_int8, plan, changes, next_version, verification])
+@pytest.mark.parametrize("act", one_in(2, [export_int8, export_fp32, plan, changes, next_version, verification]))
 def test_every_command_refuses_a_checkpoint_that_changes(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Path, Path], None]
 ) -> None:
@@ -269,7 +270,7 @@ def test_scores_are_not_exported_from_a_checkpoint_that_changes(
 HOSTS = replace(EXACT, sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}, hosts_as_models=True))
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", one_in(4, SAVES))
 def test_hosts_of_two_saves_are_not_completed(tmp_path: Path, save: Save) -> None:
     path = save(tmp_path, 1)
     age(path)
@@ -287,7 +288,7 @@ def test_hosts_of_two_saves_are_not_completed(tmp_path: Path, save: Save) -> Non
     assert not (tmp_path / "r" / "m").exists()
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", one_in(2, SAVES))
 def test_machines_with_a_copy_each_are_completed(tmp_path: Path, save: Save) -> None:
     """Copies of archives may have other times. Files of safetensors need theirs: they have no sums of their numbers."""
     path = save(tmp_path, 1)

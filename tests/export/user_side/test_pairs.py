@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.export.user_side.test_once_per_user import ITEM, ITEMS, USER, Written, assert_as_repeated, rewritten
+from tests.support.long_cases import one_in
 
 # The user has three rows of ITEM columns, and the item has one; the layers of `Pairs` make two more of the item.
 ROWS = USER // ITEM + 3
@@ -60,7 +61,7 @@ PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", one_in(3, ORDERS))
 @pytest.mark.parametrize("selection", SELECTIONS)
 @torch.no_grad()
 def test_products_of_pairs_are_those_of_repeated_rows(order: str, selection: str) -> None:
@@ -70,7 +71,7 @@ def test_products_of_pairs_are_those_of_repeated_rows(order: str, selection: str
     assert not once.left_alone
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", one_in(3, ORDERS))
 @pytest.mark.parametrize("product", [name for name in PRODUCTS if name != "bmm"])
 @torch.no_grad()
 def test_any_product_of_rows_is_divided(order: str, product: str) -> None:

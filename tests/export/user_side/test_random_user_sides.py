@@ -28,7 +28,7 @@ SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "60")))
 SIZES = (3, 16, 21, 39)
 
 
-@pytest.mark.parametrize("seed", [*one_in(6, SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
+@pytest.mark.parametrize("seed", [*one_in(10, SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
 def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_side, "SLICES", (16, 8, 4))
     module = meeting(seed)
