@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.support.attackers import Target
+    from tests.support.s3 import S3
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +37,12 @@ def target(signed_repository: Path, tmp_path: Path) -> "Iterator[Target]":
     mark = tmp_path / "somebody else's code ran"
     yield Target(tmp_path / "r", tmp_path / "trusted.pem", tmp_path / "key.pem", mark)
     assert not mark.exists(), mark.read_text()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3]":
+    """An S3 server with an empty bucket, in which tests take prefixes of their own."""
+    from tests.support.s3 import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server

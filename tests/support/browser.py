@@ -4,8 +4,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from playwright.sync_api import Browser, Playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 
 @contextmanager
@@ -19,3 +20,17 @@ def chromium(playwright: Playwright) -> Iterator[Browser]:
         yield browser
     finally:
         browser.close()
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Page]:
+    """A file as a page, in a browser that has no network. The page asks for nothing, and its console says nothing."""
+    with sync_playwright() as playwright, chromium(playwright) as browser:
+        page = browser.new_context(offline=True, viewport={"width": 1100, "height": 900}).new_page()
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+        page.goto(file.as_uri())
+        yield page
+        assert said == []

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 from typer.testing import CliRunner
 
 from export.__main__ import app
 from export.compare.page import findings
 from export.compare.study import Placement, Study, judge
 from serving.bench.report import Figure
-from tests.support.browser import chromium
+from tests.support.browser import opened
 
 # To measure all of it takes long. `tests/export/commands/test_compare.py` shows the command.
 pytestmark = pytest.mark.long
@@ -59,17 +59,8 @@ def study(report: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def page(report: Path) -> Iterator[Page]:
-    """The page, in a browser that has no network; whatever its console says is kept."""
-    with sync_playwright() as playwright, chromium(playwright) as browser:
-        context = browser.new_context(offline=True, viewport={"width": 1100, "height": 900})
-        page = context.new_page()
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
-        page.goto((report / "report.html").as_uri())
+    with opened(report / "report.html") as page:
         yield page
-        assert said == []
 
 
 def test_every_strategy_is_placed_and_measured(study: Any) -> None:

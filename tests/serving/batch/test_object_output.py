@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,16 +19,11 @@ from serving.batch.sources import BundleSource
 from serving.errors import ConfigurationError, InvalidRequest, ServerUnavailable
 from tests.support.day import ROW_GROUP, ROWS, contents, day_table, partitioned_day, write_day
 from tests.support.killed_batches import killed
-from tests.support.s3 import BUCKET, S3, s3_server
+from tests.support.long_cases import one_in
+from tests.support.s3 import BUCKET, S3
 from tests.support.stopped_runs import Stopped, stop_after
 
 PARTS = -(-ROWS // ROW_GROUP)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as server:
-        yield server
 
 
 @pytest.fixture
@@ -205,7 +199,7 @@ def test_partitions_are_prefixes(url: str, bundle: Path, tmp_path: Path) -> None
     assert sorted(scores_in(url)) == [f"part-{number:05}.parquet" for number in range(PARTS)]
 
 
-@pytest.mark.parametrize("partition_by", [[], ["day"]], ids=["parts", "partitions"])
+@pytest.mark.parametrize("partition_by", one_in(2, [[], ["day"]]), ids=["parts", "partitions"])
 def test_a_run_stops_when_a_restart_takes_its_prefix(
     url: str, bundle: Path, tmp_path: Path, partition_by: list[str]
 ) -> None:
@@ -225,7 +219,7 @@ def test_a_run_stops_when_a_restart_takes_its_prefix(
     assert score_files(source, [days], url, keep=["country"]).scored_rows == 0
 
 
-@pytest.mark.parametrize("partition_by", [[], ["day"]], ids=["parts", "partitions"])
+@pytest.mark.parametrize("partition_by", one_in(2, [["day"], []]), ids=["partitions", "parts"])
 def test_two_runs_of_one_command_at_once_write_the_same(
     url: str, bundle: Path, tmp_path: Path, partition_by: list[str]
 ) -> None:

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,37 +15,18 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from export import ExportConfig, export_model
 from serving.__main__ import app
 from serving.commands import score_files
-from serving.server import Ports, Server, run_server
+from serving.server import Server
 from tests.support.day import ROWS, day_table, write_day
-from tests.support.models import SUM, collection
-from tests.support.ranker import mixing, ranker
 from tests.support.servers import tbe_serve
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("scored") / "repository"
-    export_model(ranker(), path, "ranker", ExportConfig(scores=True))
-    export_model(mixing(), path, "mixing", ExportConfig(scores=True))
-    export_model(collection(SUM), path, "without")
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with run_server(repository, Ports(grpc=0, http=0, operations=0), log=log) as running:
-        yield running
-
-
-def scoring(day: Path, repository: Path, folder: Path) -> tuple[str, ...]:
+def scoring(day: Path, scored: Path, folder: Path) -> tuple[str, ...]:
     """The command that scores a day by the ranker into the folder's `scores`."""
-    return ("score-files", str(day), "--bundle", str(repository / "ranker" / "1"), "--out", str(folder / "scores"))
+    return ("score-files", str(day), "--bundle", str(scored / "ranker" / "1"), "--out", str(folder / "scores"))
 
 
 @pytest.fixture
@@ -55,9 +35,9 @@ def day(tmp_path: Path) -> Path:
 
 
 def test_a_day_is_scored_with_a_bundle_and_with_a_server(
-    repository: Path, server: Server, day: Path, tmp_path: Path
+    scored: Path, score_server: Server, day: Path, tmp_path: Path
 ) -> None:
-    bundle = repository / "ranker" / "1"
+    bundle = scored / "ranker" / "1"
     options = ("--keep", "id,day", "--price-per-hour", "0.4")
     done = tbe_serve("score-files", str(day), "--bundle", str(bundle), "--out", str(tmp_path / "scores"), *options)
     assert (done.returncode, done.stderr) == (0, "")
@@ -65,7 +45,7 @@ def test_a_day_is_scored_with_a_bundle_and_with_a_server(
     assert first == f"{tmp_path}/scores: 1,000 rows in 7 files"
     assert re.fullmatch(r"scored 1,000 rows in [\d.]+ s: [\d,]+ rows/s", second)
     assert re.fullmatch(r"a million rows cost [\d.]+", third)
-    of_server = ("--server", server.grpc, "--model", "ranker", "--timeout-s", "60")
+    of_server = ("--server", score_server.grpc, "--model", "ranker", "--timeout-s", "60")
     done = tbe_serve("score-files", str(day), *of_server, "--out", str(tmp_path / "served"), *options)
     assert (done.returncode, done.stderr) == (0, "")
     scores, served = parquet.read_table(tmp_path / "scores"), parquet.read_table(tmp_path / "served")
@@ -76,7 +56,7 @@ def test_a_day_is_scored_with_a_bundle_and_with_a_server(
     assert "scored 0 rows" in again.stdout
 
 
-def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
+def test_columns_have_other_names(scored: Path, tmp_path: Path) -> None:
     table = day_table()
     item = np.stack(table["item"].to_numpy())
     renamed = table.rename_columns({"x": "clicks"}).drop_columns(["item"])
@@ -84,7 +64,7 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
         renamed = renamed.append_column(f"i{number}", pa.array(item[:, number]))
     day = write_day(tmp_path / "day.parquet", renamed)
     (tmp_path / "map.toml").write_text('x = "clicks"\nitem = ["i0", "i1"]\n')
-    command = scoring(day, repository, tmp_path)
+    command = scoring(day, scored, tmp_path)
     done = tbe_serve(*command)
     assert done.returncode == 1
     assert "expected a column 'x' for the input 'x': name another in `columns`, got the columns 'id'" in done.stderr
@@ -92,20 +72,20 @@ def test_columns_have_other_names(repository: Path, tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "scores").num_rows == ROWS
 
 
-def test_a_run_without_any_score_fails(repository: Path, tmp_path: Path) -> None:
+def test_a_run_without_any_score_fails(scored: Path, tmp_path: Path) -> None:
     """A column of another type makes all rows bad. A pipeline goes on after an exit code of 0."""
     day = write_day(tmp_path / "day.parquet", day_table(3).set_column(2, "x", pa.array(["one", "two", "three"])))
     for _ in range(2):  # the second time, the output is there
-        done = tbe_serve(*scoring(day, repository, tmp_path), "--on-error", "skip")
+        done = tbe_serve(*scoring(day, scored, tmp_path), "--on-error", "skip")
         assert done.returncode == 1
         assert "scores.errors.jsonl: the model refused all rows, so none has scores" in done.stderr
     assert len((tmp_path / "scores.errors.jsonl").read_text().splitlines()) == 3
 
 
-def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
+def test_skipped_rows_are_counted(scored: Path, tmp_path: Path) -> None:
     table = day_table(10)
     day = write_day(tmp_path / "day.parquet", table.set_column(2, "x", pa.array([[50], *[[]] * 9])))
-    command = scoring(day, repository, tmp_path)
+    command = scoring(day, scored, tmp_path)
     done = tbe_serve(*command)
     assert done.returncode == 1
     assert f"{day}: row group 0, row 0: feature 'x': expected an id in [0, 50), got 50" in done.stderr
@@ -138,9 +118,9 @@ def test_skipped_rows_are_counted(repository: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_scored_is_refused(
-    repository: Path, day: Path, tmp_path: Path, options: tuple[str, ...], message: str
+    scored: Path, day: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
-    bundles = {name.upper(): str(repository / name / "1") for name in ("ranker", "mixing", "without")}
+    bundles = {name.upper(): str(scored / name / "1") for name in ("ranker", "mixing", "without")}
     typed = [bundles.get(option, option) for option in options]
     done = tbe_serve("score-files", str(day), "--out", str(tmp_path / "scores"), *typed)
     assert done.returncode != 0
@@ -148,11 +128,11 @@ def test_what_cannot_be_scored_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["day.parquet"]
 
 
-def test_a_terminal_shows_rows_a_second_and_the_time_left(repository: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_rows_a_second_and_the_time_left(scored: Path, tmp_path: Path) -> None:
     day = write_day(tmp_path / "day.parquet", day_table(20_000), row_group=5_000)
     terminal, its_end = pty.openpty()
     termios.tcsetwinsize(its_end, (24, 120))
-    command = [sys.executable, "-m", "serving", *scoring(day, repository, tmp_path)]
+    command = [sys.executable, "-m", "serving", *scoring(day, scored, tmp_path)]
     environment = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=its_end, stdout=subprocess.DEVNULL) as process:
         os.close(its_end)
@@ -167,10 +147,10 @@ def test_a_terminal_shows_rows_a_second_and_the_time_left(repository: Path, tmp_
 
 
 def test_a_log_has_a_line_from_time_to_time(
-    repository: Path, day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scored: Path, day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(score_files, "_LINE_S", 0.0)
-    done = CliRunner().invoke(app, scoring(day, repository, tmp_path))
+    done = CliRunner().invoke(app, scoring(day, scored, tmp_path))
     assert done.exit_code == 0, done.output
     lines = [line.removeprefix("tbe-serve: ") for line in done.stderr.splitlines()]
     assert re.fullmatch(r"0 of 1,000 rows, 0 rows/s", lines[0])

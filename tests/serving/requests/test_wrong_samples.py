@@ -85,7 +85,7 @@ def wrong(row: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["null", "has a null", "another shape"])
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
-def test_of_rows_in_bags(form: str, kind: str, data: Any) -> None:
+def test_of_rows_in_bags_and_without(form: str, kind: str, data: Any) -> None:
     shape = data.draw(st.sampled_from([(), (2,)] if kind == "null" else [(2,)]))
     lengths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     assume(sum(lengths) > 1)
@@ -93,29 +93,17 @@ def test_of_rows_in_bags(form: str, kind: str, data: Any) -> None:
     rows: list[Any] = [[number, 5] if shape else number for number in range(sum(lengths))]
     rows[row] = wrong(rows[row], kind)
     ends = np.cumsum(lengths)
-    bags: list[Any] = [rows[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     sample = int(np.searchsorted(ends, row, "right"))
+    dense_input = DenseInput("x", shape, key="key")
+    column = FORMS[form](rows, len(shape), data.draw(bounds_of_chunks(len(rows))))
+    expect_sample(sample, dense_input, column, lengths, "refuse")
+    bags: list[Any] = [rows[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     # A null list beside it, which is an empty one.
     empty = [number for number, length in enumerate(lengths) if not length]
     if nulls := data.draw(st.booleans()) and empty != []:
         bags[empty[0]] = None
     column = FORMS[form](bags, 1 + len(shape), data.draw(bounds_of_chunks(len(bags))))
-    expect_sample(sample, DenseInput("x", shape, key="key"), column, lengths, "empty" if nulls else "refuse")
-
-
-@pytest.mark.parametrize("kind", ["null", "has a null", "another shape"])
-@pytest.mark.parametrize("form", FORMS)
-@given(data=st.data())
-def test_of_rows_without_bags(form: str, kind: str, data: Any) -> None:
-    shape = data.draw(st.sampled_from([(), (2,)] if kind == "null" else [(2,)]))
-    lengths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    assume(sum(lengths) > 1)
-    row = data.draw(st.integers(1, sum(lengths) - 1))
-    rows: list[Any] = [[number, 5] if shape else number for number in range(sum(lengths))]
-    rows[row] = wrong(rows[row], kind)
-    column = FORMS[form](rows, len(shape), data.draw(bounds_of_chunks(len(rows))))
-    sample = int(np.searchsorted(np.cumsum(lengths), row, "right"))
-    expect_sample(sample, DenseInput("x", shape, key="key"), column, lengths, "refuse")
+    expect_sample(sample, dense_input, column, lengths, "empty" if nulls else "refuse")
 
 
 @pytest.mark.parametrize("kind", ["null", "has a null", "another shape"])
