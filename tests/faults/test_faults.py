@@ -43,6 +43,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     assert result.answers >= 8
 
 
+@pytest.mark.long
 @pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
 @pytest.mark.parametrize("by", one_in(2, [servers.by_sigstop, servers.by_a_debugger]))
 def test_clients_are_answered_again_when_a_model_s_process_was_paused(
@@ -151,6 +152,7 @@ def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated
     assert grown < 1 << 30  # a single one of these lengths is 16 GiB of ids
 
 
+@pytest.mark.long
 @pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
 def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     result = memory.shared_memory_full(tmp_path)
@@ -169,6 +171,7 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     assert not keeps_growing(result.kept_bytes, result.request_bytes // 2), result.kept_bytes
 
 
+@pytest.mark.long
 @pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
 def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
     result = lying.lied(tmp_path, 1)

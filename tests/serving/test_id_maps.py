@@ -18,6 +18,7 @@ from serving.bundle.manifest import Capability
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
+from tests.support.long_cases import one_in
 from tests.support.managed_collision import (
     KEYS,
     POLICIES,
@@ -97,7 +98,7 @@ def test_what_is_known_is_not_what_is_unknown(specs: Several[Spec]) -> None:
         assert len(set(ids.tolist()) - {-1, 2**63 - 1}) > 30
 
 
-@pytest.mark.parametrize("specs", BOTH)
+@pytest.mark.parametrize("specs", one_in(2, BOTH))
 def test_every_dtype_and_every_command(specs: Several[Spec], tmp_path: Path) -> None:
     module = managed(specs)
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}

@@ -16,6 +16,7 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Tensors
+from tests.support.long_cases import one_in
 from tests.support.managed_collision import KEYS, bags_of, managed
 from tests.support.merged_answers import merged_answers
 from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
@@ -104,7 +105,7 @@ def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], shared: Sequence[
     return {name: np.concatenate(parts, axis=-1) for name, parts in outputs.items() if parts}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(2, MODELS))
 def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tmp_path: Path) -> None:
     """Requests of all kinds, merged: with and without samples, of some keys in any order, which come once or do not."""
     make, config, draw = MODELS[name]
@@ -280,7 +281,7 @@ def test_a_kjt_with_a_batch_size_for_each_key_is_answered(mixed: Path) -> None:
 SCORED = {"dcn": dlrm_dcn, "towers": two_tower, "centred": Centred}
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", one_in(2, SCORED))
 def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> None:
     module = SCORED[name]().eval()
     engine = Engine.open(export_model(module, tmp_path / "r", "m", EXACT))

@@ -21,6 +21,7 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.long_cases import one_in
 from tests.support.lookups import lookup_async
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.position_weights import LONGEST, positioned
@@ -89,7 +90,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     assert all(parity.trained is not None for parity in engine.bundle.manifest.parity)
 
 
-@pytest.mark.parametrize("by_key", [True, False], ids=["a module for each key", "one for some"])
+@pytest.mark.parametrize("by_key", one_in(2, [True, False]), ids=["a module for each key", "one for some"])
 def test_every_dtype_is_compared_with_the_module(by_key: bool, tmp_path: Path) -> None:
     module = positioned(by_key=by_key, longest=LONGEST if by_key else {"recent": 7})
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}

@@ -27,6 +27,7 @@ from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
 from serving.requests.validate import validate
 from tests.support import bundle_reader
 from tests.support.commands import tbe_export
+from tests.support.long_cases import one_in
 from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection, flat, random_bags
 from tests.support.sequence_models import FP32, ROWS, SPECS, Mixed, assert_rows, kjt_of, sequences
@@ -88,7 +89,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     assert all(parity.trained is not None for parity in engine.bundle.manifest.parity)
 
 
-@pytest.mark.parametrize("output", OutputDtype)
+@pytest.mark.parametrize("output", one_in(2, OutputDtype))
 def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: Path) -> None:
     specs = tuple(Spec(dtype.value, 90, 16, "NONE", (dtype.value.lower(),)) for dtype in WeightDtype)
     config = ExportConfig(dtype={dtype.value: dtype for dtype in WeightDtype}, output_dtype=output)
@@ -114,7 +115,7 @@ def test_a_bundle_without_sequences_has_the_format_that_it_had(tmp_path: Path) -
 POLICIES: dict[str, Any] = {"item": IdPolicy.ZERO, "word": DefaultRow(default_row=9), "user": IdPolicy.MODULO}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", one_in(2, [3, 1]))
 def test_ids_outside_a_table_are_answered_by_its_policy(ranks: int, tmp_path: Path) -> None:
     """A row for each id, whatever becomes of it: lengths are those of the request."""
     module = Mixed()
@@ -176,7 +177,7 @@ def test_beside_weighted_tables(tmp_path: Path) -> None:
     np.testing.assert_array_equal(engine.rows("w", [4]), module["w"].embedding_bags["w"].weight.detach()[[4]])
 
 
-@pytest.mark.parametrize(("longest", "most_rows"), [(4, None), (3000, None), (4, 2)])
+@pytest.mark.parametrize(("longest", "most_rows"), one_in(2, [(4, None), (3000, None), (4, 2)]))
 def test_merged_requests_are_answered_as_alone(
     longest: int, most_rows: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,6 +278,17 @@ def tbe_serve(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[s
     )
 
 
+def refused_run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `tbe-serve run` says of what it refuses before it starts a server, in this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["run", *arguments], catch_exceptions=False)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
 def start_tbe_serve(*arguments: str, within: tuple[str, ...] = (), first: str = "") -> subprocess.Popen[str]:
     """Start `tbe-serve run`, as what the command `within` executes. Its process runs the Python `first` before."""
     check_routers(Path(arguments[0]))

@@ -32,6 +32,7 @@ from serving.tables import memory_budget
 from serving.tables.mutable_tables import LIVE_SERVER, live_copies
 from tests.support import server_waits
 from tests.support.commands import tbe_export
+from tests.support.long_cases import one_in
 from tests.support.mutable_tables import applying, publish_number, published, wait_until, wait_until_applied
 
 ROWS, DIM = 100, 8
@@ -330,7 +331,7 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
         assert engine.rows("t", [3]).tolist() == [[50.0] * DIM]
 
 
-@pytest.mark.parametrize("years", [-40, 40])
+@pytest.mark.parametrize("years", one_in(2, [-40, 40]))
 def test_a_clock_that_is_wrong_keeps_no_delta_back(
     years: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

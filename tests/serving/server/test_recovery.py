@@ -45,31 +45,32 @@ def kill_stubs(triton: psutil.Process, model: str, count: int | None = None) -> 
         stub.kill()
 
 
-def test_health_tells_the_truth_where_triton_does_not(repository: Path, tmp_path: Path) -> None:
+def test_a_dead_or_hanging_model_is_told_by_health_and_by_a_typed_error(repository: Path, tmp_path: Path) -> None:
+    """Triton itself says that it is ready."""
+    bundle = repository / "m" / "1"
+    add_gate(bundle)
     with (
         run_server(repository, FREE, log=tmp_path / "log") as server,
         triton.InferenceServerClient(server.grpc) as triton_client,
+        LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client,
     ):
-        done = tbe_serve("health", "m", "--url", server.grpc)
-        assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n")
-        kill_stubs(psutil.Process(server.process.pid), "m")
-        time.sleep(1)
-        done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "5")
-        assert done.returncode == 1
-        assert "m" in done.stderr
-        assert triton_client.is_model_ready("m"), "Triton notices by itself: then this is not needed any more"
-        server.process.kill()  # it would wait for the dead model until its exit timeout
-
-
-def test_health_has_a_deadline(repository: Path, tmp_path: Path) -> None:
-    bundle = repository / "m" / "1"
-    add_gate(bundle)
-    with run_server(repository, FREE, log=tmp_path / "log") as server:
         with gate_closed(bundle):
             done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "0.5")
         assert done.returncode == 1
         assert "Deadline Exceeded" in done.stderr
         assert tbe_serve("health", "nobody", "--url", server.grpc).returncode == 1
+        done = tbe_serve("health", "m", "--url", server.grpc)
+        assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n")
+        client.lookup({"x": [[1]]})
+        kill_stubs(psutil.Process(server.process.pid), "m")
+        time.sleep(1)
+        with pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
+            client.lookup({"x": [[1]]})
+        done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "5")
+        assert done.returncode == 1
+        assert "m" in done.stderr
+        assert triton_client.is_model_ready("m"), "Triton notices by itself: then this is not needed any more"
+        server.process.kill()  # it would wait for the dead model until its exit timeout
 
 
 def test_a_model_that_died_serves_again(repository: Path) -> None:
@@ -132,6 +133,7 @@ def test_a_model_serves_again_whose_process_is_killed_as_it_begins_to_be_loaded_
         deadline = time.monotonic() + 60
         while not any(stub not in before for stub in stubs(triton, "m")):
             assert time.monotonic() < deadline
+            time.sleep(0.002)
         kill_stubs(triton, "m")
         wait_for_answer(client)
         np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], alone["x"])
@@ -254,7 +256,7 @@ Engine.__init__ = init_with_little
 @pytest.mark.parametrize(
     ("spoil", "message"),
     one_in(
-        3,
+        4,
         [
             (
                 without_weights,
@@ -307,17 +309,3 @@ def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_
         assert "weights.1.bin: cannot be mapped: Cannot allocate memory: " in done.stderr
         assert "Traceback" not in done.stderr
         np.testing.assert_array_equal(client.lookup({"x": [[1, 499_999]]})["x"], expected["x"])
-
-
-def test_a_dead_model_is_a_typed_error(repository: Path, tmp_path: Path) -> None:
-    with (
-        run_server(repository, FREE, log=tmp_path / "log") as server,
-        LookupClient(server.grpc, "m", timeout_s=30) as client,
-    ):
-        client.lookup({"x": [[1]]})
-        kill_stubs(psutil.Process(server.process.pid), "m")
-        time.sleep(0.5)
-        shared = LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1))
-        with shared, pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
-            shared.lookup({"x": [[1]]})
-        server.process.kill()

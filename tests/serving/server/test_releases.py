@@ -15,7 +15,8 @@ from serving.server.run_file import find_run_file
 from tests.serving.server.test_versions import Seen, ask_until, broken_version, export_version
 from tests.support.attackers import Target, answers, flip
 from tests.support.commands import tbe_export
-from tests.support.servers import Running, page, read_only, running, stubs, tbe_serve, wait_for_answer
+from tests.support.long_cases import one_in
+from tests.support.servers import Running, page, read_only, refused_run, running, stubs, tbe_serve, wait_for_answer
 
 
 def release(model: Path, *versions: int, key: Path | None = None) -> None:
@@ -137,7 +138,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
     with running(repository, "--follow") as server:
         assert control_of(server).ready("m") == (3,)
     shutil.rmtree(model / "3")
-    done = tbe_serve("run", str(repository), "--follow")
+    done = refused_run(str(repository), "--follow")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{model}: expected one of versions [4, 2, 1], got 3" in done.stderr
 
@@ -180,7 +181,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         said.wait_for("serves version 1, as released")
         assert [len(said.of(words)) for words in ("release refused", "serves version")] == [4, 2]
     flip(release_path(target.model).with_suffix(".sig"))
-    done = tbe_serve("run", str(target.repository), *signed)
+    done = refused_run(str(target.repository), *signed)
     assert (done.returncode, done.stdout) == (1, "")
     assert "m.release.sig: expected a signature by a key of" in done.stderr
 
@@ -197,13 +198,16 @@ def test_a_pin_goes_before_a_release_and_both_before_the_configured_version(targ
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (("--unload-after-s", "3"), "--unload-after-s: requires --follow"),
-        (("--follow", "--unload-after-s", "nan"), "--unload-after-s: expected 0 to 1000000, got nan"),
-        (("--follow", "--unload-after-s", "-1"), "--unload-after-s: expected 0 to 1000000, got -1"),
-    ],
+    one_in(
+        3,
+        [
+            (("--unload-after-s", "3"), "--unload-after-s: requires --follow"),
+            (("--follow", "--unload-after-s", "nan"), "--unload-after-s: expected 0 to 1000000, got nan"),
+            (("--follow", "--unload-after-s", "-1"), "--unload-after-s: expected 0 to 1000000, got -1"),
+        ],
+    ),
 )
 def test_an_option_that_makes_no_sense_is_named(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = tbe_serve("run", str(tmp_path), *options)
+    done = refused_run(str(tmp_path), *options)
     assert done.returncode == 1
     assert message in done.stderr

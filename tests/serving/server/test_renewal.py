@@ -31,6 +31,8 @@ from tests.support.server_waits import PATIENCE_S, listening, stopped, wait_unti
 from tests.support.servers import Running, page, running, tbe_serve, tritonservers_of
 
 ASKED = {"x": [[1]]}
+# Of each client between two calls: the servers have the same cores.
+PAUSE_S = 0.02
 # In place of five minutes.
 AGE = ("--", "--grpc-max-connection-age=1500")
 
@@ -105,6 +107,7 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
                     results.answers["ours"] += 1
                 except ServingError as error:
                     results.failed.append(f"ours: {error}")
+                time.sleep(PAUSE_S)
 
     def plain(name: str, calls: int) -> None:
         while not ended.is_set():
@@ -116,7 +119,7 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
                         results.answers[name] += 1
                     except (grpc.RpcError, AssertionError) as error:
                         results.failed.append(f"{name}: {error!r}")
-                    time.sleep(0.002)
+                    time.sleep(PAUSE_S)
                     if calls == 1:
                         break
 

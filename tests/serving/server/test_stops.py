@@ -11,6 +11,7 @@ import pytest
 from serving.client import LookupClient
 from tests.faults.clients import message
 from tests.fuzz.run import METHOD
+from tests.support.long_cases import one_in
 from tests.support.models import exported
 from tests.support.server_waits import PATIENCE_S, another_answers, ended, stopped, wait_until
 from tests.support.servers import (
@@ -53,7 +54,7 @@ def is_told_to_stop(process: psutil.Process) -> bool:
 PATIENT = f"from serving.server import supervise; supervise.LAST_ANSWERS_S = {PATIENCE_S}"
 
 
-@pytest.mark.parametrize("answers", [False, True], ids=["idle", "answering"])
+@pytest.mark.parametrize("answers", one_in(2, [False, True]), ids=["idle", "answering"])
 def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answer(
     repository: Path, answers: bool
 ) -> None:
@@ -115,7 +116,7 @@ def is_zombie(process: psutil.Process) -> bool:
 def test_processes_that_died_are_no_zombies_and_models_may_have_children(repository: Path) -> None:
     replace_model_py(repository / "m" / "1", SHELL)
     with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:
-        for _ in range(3):
+        for _ in range(2):
             killed = stubs(server.triton, "m")
             for stub in killed:
                 stub.kill()

@@ -111,6 +111,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     assert "model 'm': serves again after" in said
 
 
+@pytest.mark.long
 @pytest.mark.promise("A tritonserver that died is restarted on the same ports with the same versions")
 def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:

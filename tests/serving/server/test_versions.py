@@ -142,7 +142,9 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     print(f"{log.versions.total()} answers over {2 * rounds} switches and {rounds} refusals")
 
 
-def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, server: Server) -> None:
+def test_load_serves_the_newest_and_goes_back_to_an_older_one_and_refuses_others(
+    repository: Path, server: Server
+) -> None:
     export_version(repository, 2)
     with LookupClient(server.grpc, "m", timeout_s=30) as client:
         assert client.lookup({"x": [[1]]}).version == 1
@@ -172,9 +174,6 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
         assert done.stdout == "m: still serves version 1\n"
         assert "weights.0.bin: expected" in done.stderr
         assert client.lookup({"x": [[1]]}).version == 1
-
-
-def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
     done = tbe_serve("load", "nobody", "--url", server.grpc)
     assert done.returncode == 1
     assert "nobody: serves no version" in done.stdout

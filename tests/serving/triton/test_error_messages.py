@@ -24,6 +24,8 @@ from tests.support.models import SUM, collection
 from tests.support.servers import FREE, at_once, running, stubs, tbe_serve
 
 ONCE = Retries(attempts=1)
+# Between two lookups of a client: the server has the same cores.
+PAUSE_S = 0.01
 
 
 @contextmanager
@@ -34,7 +36,7 @@ def looking_up(address: str) -> Iterator[list[ServingError]]:
 
     def one() -> None:
         with LookupClient(address, "m", 60) as client:
-            while not over.is_set():
+            while not over.wait(PAUSE_S):
                 try:
                     client.lookup({"x": [[1]]})
                 except ServingError as error:
@@ -43,6 +45,7 @@ def looking_up(address: str) -> Iterator[list[ServingError]]:
     async def other() -> None:
         async with AsyncLookupClient(address, "m", 60) as client:
             while not over.is_set():
+                await asyncio.sleep(PAUSE_S)
                 try:
                     await client.lookup({"x": [[1]]})
                 except ServingError as error:
@@ -111,6 +114,7 @@ def _until_refused(client: LookupClient) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.promise("Lookups wait within their deadline while their model is reloaded")
 def test_lookups_wait_for_a_model_whose_process_died(one_model: Path) -> None:
     with (
