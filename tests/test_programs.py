@@ -15,14 +15,6 @@ from serving.model.settings import ServingSettings
 from serving.server import Control
 
 
-@pytest.mark.parametrize("package", ["serving", "export"])
-def test_help_names_every_command(package: str) -> None:
-    done = subprocess.run([sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True)
-    assert {"serving": {"run", "lookup"}, "export": {"model", "plan", "inspect", "verify"}}[package] <= set(
-        done.stdout.split()
-    )
-
-
 @pytest.mark.parametrize("number", [math.nan, math.inf, -1.0, -math.inf, 1e300], ids=str)
 def test_configs_refuse_numbers_that_are_none(number: float) -> None:
     if number != 1e300:

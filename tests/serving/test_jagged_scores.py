@@ -27,7 +27,6 @@ from serving.requests.encoding import encode
 from serving.requests.limits import grouped
 from serving.requests.schema import scoring_schema
 from serving.requests.types import Tensors
-from tests.support.commands import tbe_export
 from tests.support.handwritten_dense_part import with_dense_part
 from tests.support.history_model import (
     INPUTS,
@@ -493,9 +492,3 @@ def test_a_probe_is_scored_by_the_program_alone(engine: Engine) -> None:
     )
     for name, numbers in engine.score(bags, dense).items():
         np.testing.assert_array_equal(scores[name], numbers)
-
-
-def test_inspect_says_what_a_dense_part_takes(fixed: Engine) -> None:
-    shown = tbe_export("inspect", str(fixed.bundle.path)).stdout
-    assert "takes embeddings, rows of recent, ids of recent" in shown
-    assert "scores need exactly 3 ids of recent in each sample" in shown
