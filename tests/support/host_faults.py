@@ -130,7 +130,7 @@ def faulty(folder: Path) -> Iterator[Faulty]:
     versions = {number: export_version(folder, number) for number in (1, 2)}
     other = folder / "other"
     other.mkdir()
-    export_version(other, 3)
+    export_hosts(other, collection(SPECS, seed=3), CONFIG)
     hosts = [f"{MODEL}-host-{number}" for number in (0, 1)]
     everything = [only(folder / "r", hosts, folder / name) for name in ("a", "b", "c")]
     for model in everything[0].iterdir():
