@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import __main__ as benchmarks
-from benchmarks import document, peers_hosts
+from benchmarks import peers_hosts
 from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
 from benchmarks.quietness import Quietness
@@ -48,6 +47,8 @@ def test_ratings_are_asked_for_in_their_order() -> None:
 
 
 def test_the_page_is_that_of_the_last_run() -> None:
+    from benchmarks import document
+
     run = json.loads(LATEST.read_text())
     assert document.render(run, LATEST.resolve().name) == (ROOT / "docs" / "benchmarks.md").read_text()
     assert run["command"] == "make bench"
@@ -70,6 +71,8 @@ def test_the_last_run_has_every_server_or_says_why_not() -> None:
     ("quiet", "said"), one_in(2, [(True, "It was a quiet run."), (False, "It was not a quiet run")])
 )
 def test_the_page_says_whether_the_run_was_quiet(quiet: bool, said: str) -> None:
+    from benchmarks import document
+
     run = json.loads(LATEST.read_text())
     page = document.render(run | {"others": Quietness().activity() | {"quiet": quiet, "before": 1.234}}, "x.json")
     assert "Other processes kept 1.23 cores busy before the run" in page
@@ -83,6 +86,8 @@ def test_results_are_named_by_date_and_machine() -> None:
 
 
 def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
+    from benchmarks import document
+
     figure = document.draw(json.loads(LATEST.read_text())["results"])
     figure.canvas.draw()
     panels = figure.axes
@@ -98,6 +103,9 @@ def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
 def test_a_part_that_is_measured_again_takes_the_place_of_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from benchmarks import __main__ as benchmarks
+    from benchmarks import document
+
     whole = json.loads(LATEST.read_text())
     (tmp_path / "a-run.json").write_text(json.dumps(whole))
     (tmp_path / "latest.json").symlink_to("a-run.json")

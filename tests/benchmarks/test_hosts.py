@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import document, peers_hosts, routed
+from benchmarks import peers_hosts, routed
 from benchmarks.measure import Result, ratio
 from benchmarks.peer_servers import HERE
 from benchmarks.peer_workload import PeerWorkload
@@ -56,6 +56,8 @@ def run_with(*added: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(run: dict[str, Any]) -> str:
+    from benchmarks import document
+
     page = document.render(run, "run.json")
     return page[page.index(HEADING) :].partition("\n## ")[0]
 
@@ -110,6 +112,8 @@ def test_each_feature_is_on_one_host_and_looked_up_there(tmp_path: Path, ragged:
 
 
 def test_a_run_without_routers_has_no_section_of_them() -> None:
+    from benchmarks import document
+
     assert HEADING not in document.render(run_with(), "run.json")
 
 
@@ -170,6 +174,8 @@ def test_the_page_says_why_a_peer_is_absent() -> None:
 
 
 def test_the_picture_has_a_line_for_each_way_to_ask() -> None:
+    from benchmarks import document
+
     run = run_with(*map(measured, routed.ALL))
     figure = document.draw_hosts(run["results"], routed.ALL)
     titles = [axes.get_title(loc="left") for axes in figure.axes]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import document, peers_scores
+from benchmarks import peers_scores
 from benchmarks.measure import Result, ratio
 from benchmarks.peer_workload import MODEL
 from benchmarks.peers_scores import LOADS, SERVERS
@@ -39,6 +39,8 @@ def run_with(results: list[Result]) -> dict[str, Any]:
 
 def section(run: dict[str, Any], heading: str = "### Scores beside other servers") -> str:
     """A section of the page, whose tables have as many cells in each row."""
+    from benchmarks import document
+
     page = document.render(run, "run.json")
     text = page[page.index(heading) :].partition("\n## ")[0].partition("\n### ")[0]
     for above, below in pairwise(text.splitlines()):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.movielens import data, demo, train
+from examples.movielens import data
 from examples.movielens.model import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +97,8 @@ def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a third of the training."""
+    from examples.movielens import demo, train
+
     monkeypatch.setattr(train, "EPOCHS", 1)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)

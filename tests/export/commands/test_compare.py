@@ -6,7 +6,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torchmetrics.functional.classification import binary_auroc
 from typer.testing import CliRunner
 
 from export.__main__ import app
@@ -102,6 +101,8 @@ def test_an_option_of_shardings_measures_them_beside_labelled_rows(
 
 
 def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measured(tmp_path: Path) -> None:
+    from torchmetrics.functional.classification import binary_auroc
+
     day = write_labelled(tmp_path / "day.parquet", 6000)
     settings = tmp_path / "export.toml"
     settings.write_text('dtype = "fp16"\nid_policy = "zero"\n\n[serving]\ninstances = 2\n')

@@ -14,7 +14,6 @@ from playwright.sync_api import Page
 from typer.testing import CliRunner
 
 from export.__main__ import app
-from export.compare.page import findings
 from export.compare.study import Placement, Study, judge
 from serving.bench.report import Figure
 from tests.support.browser import opened
@@ -230,6 +229,8 @@ def placed(strategy: str, low: float, median: float, high: float, error: str | N
 def test_no_more_is_recommended_than_was_measured(
     study: Any, placements: list[Placement], fastest: list[str], said: str
 ) -> None:
+    from export.compare.page import findings
+
     verdicts = judge(placements)
     assert [verdict.fastest for verdict in verdicts] == [fastest] * 2
     changed = msgspec.structs.replace(msgspec.convert(study, Study), placements=placements, verdicts=verdicts)

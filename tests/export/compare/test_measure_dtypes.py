@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
-from torchmetrics.functional.classification import binary_auroc
 
 from export import ExportConfig, WeightDtype, export_model
 from export.compare.dtype_scores import DtypeScorer, store_dtype
@@ -80,6 +79,8 @@ def test_the_table_that_matters_stays_wide_and_the_other_is_shrunk(study: DtypeS
 
 def auc_of_engine(bundle: Path, day: Path, output: str) -> float:
     """On the rows that choose."""
+    from torchmetrics.functional.classification import binary_auroc
+
     table = pq.read_table(day)
     table = table.take(split_rows(table["click"].to_numpy() == 1)[0])
     scores = Engine.open(bundle).score({name: table[name] for name in ("matters_id", "idle_id")})[output]

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torchmetrics.functional.classification import binary_auroc
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, pipeline
 from export.errors import ExportError
@@ -32,6 +31,8 @@ INT2 = replace(EXACT, dtype={"*": WeightDtype.INT2})
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
 def test_auc_is_that_of_torchmetrics(samples: list[tuple[int, bool]]) -> None:
     """With few different scores, so that many are equal."""
+    from torchmetrics.functional.classification import binary_auroc
+
     scores, labels = np.array([score for score, _ in samples]) / 8, np.array([label for _, label in samples])
     if labels.all() or not labels.any():
         return
@@ -62,6 +63,8 @@ def noisy(scores: Any) -> list[int]:
 
 def expected_auc(bundle: Path, module: nn.Module, lines: list[Any], output: str, label: Callable[[Any], Any]) -> Any:
     """(served, trained) by TorchMetrics: from an engine of the published bundle, and the model itself."""
+    from torchmetrics.functional.classification import binary_auroc
+
     engine = Engine.open(bundle)
     served, trained, labels = [], [], []
     for line in lines:
