@@ -148,14 +148,6 @@ def shown(version: VersionStatus) -> str:
     return console.export_text()
 
 
-def test_why_a_version_does_not_serve_can_be_read() -> None:
-    reason = "weights.0.bin: expected SHA-256 000000000000…, got 111111111111…: publish again"
-    version = VersionStatus(
-        version=2, state="UNAVAILABLE", reason=reason, instances=(), weights_bytes=None, cached_bytes=None
-    )
-    assert f"movies 2  {reason}" in shown(version)
-
-
 def test_the_formats_of_programs_are_shown() -> None:
     """Both formats, if one process could not load the native code, for example on a full disk."""
     native, torchscript = Programs("plain", "aotinductor"), Programs("plain", "torchscript")
@@ -164,7 +156,7 @@ def test_the_formats_of_programs_are_shown() -> None:
     assert "lookups" not in shown(msgspec.structs.replace(serving_version("avx2"), kernels=None))
 
 
-def serving_version(instruction_set: str, *programs: Programs, are_slow: bool = False) -> VersionStatus:
+def serving_version(instruction_set: str, *programs: Programs) -> VersionStatus:
     return VersionStatus(
         version=2,
         state="READY",
@@ -172,18 +164,9 @@ def serving_version(instruction_set: str, *programs: Programs, are_slow: bool = 
         instances=(),
         weights_bytes=None,
         cached_bytes=None,
-        kernels=Kernels(instruction_set, are_slow),
+        kernels=Kernels(instruction_set, are_slow=False),
         programs=programs,
     )
-
-
-def test_slow_kernels_are_shown_with_their_cure() -> None:
-    version = serving_version("anyarch", are_slow=True)
-    lines = shown(version).splitlines()
-    assert any(line.split()[-1] == "anyarch" for line in lines if line.startswith("movies"))
-    text = " ".join(" ".join(lines).split())
-    assert "movies 2 FBGEMM uses its reference kernels" in text
-    assert "LD_PRELOAD" in text
 
 
 def test_a_server_whose_kernels_are_slow_says_so(tmp_path: Path) -> None:
