@@ -20,15 +20,20 @@ from tests.support.servers import Running, metric, page, running, stubs, tbe_ser
 
 INSTANCES = 4
 _PERIOD_S = 0.05
-# What is changed before each reload, in turn: a setting, its value, and what is added to it for each reload. None:
-# nothing, but version 1 is loaded. With the first change version 2 is loaded, as config.pbtxt says.
-_CHANGES = (
-    None,
-    ("--max-busy-ms", 60_000, 1),
-    ("--max-busy-ms", 60_000, 1),
-    ("--instances", INSTANCES - 1, 0),
-    ("--instances", INSTANCES, 0),
-)
+
+
+def changes(instances: int) -> tuple[tuple[str, int, int] | None, ...]:
+    """What is changed before each reload, in turn: a setting, its value, and what is added to it for each reload.
+
+    None: nothing, but version 1 is loaded. With the first change version 2 is loaded, as config.pbtxt says.
+    """
+    return (
+        None,
+        ("--max-busy-ms", 60_000, 1),
+        ("--max-busy-ms", 60_000, 1),
+        ("--instances", instances - 1, 0),
+        ("--instances", instances, 0),
+    )
 
 
 @dataclass
@@ -49,6 +54,7 @@ class Reloaded:
     """
 
     reloads: int
+    instances: int
     scrapes: int
     bad_scrapes: int
     answers: int
@@ -64,7 +70,7 @@ class Reloaded:
 
     def line(self) -> str:
         return (
-            f"{self.reloads} reloads of {INSTANCES} instances under load: {self.answers:,} answers, {self.wrong} wrong, "
+            f"{self.reloads} reloads of {self.instances} instances under load: {self.answers:,} answers, {self.wrong} wrong, "
             f"{self.lost} lost {sorted(self.errors)}, {self.counted:,} counted; "
             f"{self.scrapes:,} scrapes, {self.bad_scrapes} bad; "
             f"{self.crashes} crashes; {self.ended:,} processes ended, {self.crashed_at_end} of them by a crash, "
@@ -127,14 +133,14 @@ class _Endings:
         self.ended.append(status)
 
 
-def reloaded(folder: Path, reloads: int) -> Reloaded:
+def reloaded(folder: Path, reloads: int, instances: int = INSTANCES) -> Reloaded:
     """Reload a model again and again: another version, the same with another setting, fewer and more instances.
 
     The clients do not retry, so that a request that the server loses counts.
     """
-    config = ExportConfig(serving=ServingSettings(instances=INSTANCES))
+    config = ExportConfig(serving=ServingSettings(instances=instances))
     oracle = Oracle(*(publish(folder, seed, config) for seed in (0, 1)))
-    model, endings = folder / "r" / "m", _Endings()
+    model, endings, in_turn = folder / "r" / "m", _Endings(), changes(instances)
     with running(folder / "r") as server:
         assert server.process.stderr is not None
         printed: list[str] = []
@@ -147,7 +153,7 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
             with asking(server.grpc, oracle, timeout_s=PATIENCE_S, retries=Retries(attempts=1)) as clients:
                 for number in range(reloads):
                     endings.watch(stubs(server.triton, "m"))
-                    change = _CHANGES[number % len(_CHANGES)]
+                    change = in_turn[number % len(in_turn)]
                     if change is None:
                         _serve("load", "m", "--version", "1", "--url", server.grpc)
                     else:
@@ -167,6 +173,7 @@ def reloaded(folder: Path, reloads: int) -> Reloaded:
     reading.join(PATIENCE_S)
     return Reloaded(
         reloads,
+        instances,
         scraper.scrapes,
         scraper.bad,
         sum(client.right + client.wrong for client in clients),
