@@ -124,14 +124,14 @@ class _Copied:
 
     progress: Callable[[Progress], None]
     total: int
-    done: int = 0
+    copied_bytes: int = 0
 
     def copy(self, source: Path, target: Path) -> None:
         with source.open("rb") as source_file, target.open("wb") as target_file:
             while chunk := source_file.read(_CHUNK_BYTES):
                 target_file.write(chunk)
-                self.done += len(chunk)
-                self.progress(Progress(source.name, self.done, self.total))
+                self.copied_bytes += len(chunk)
+                self.progress(Progress(source.name, self.copied_bytes, self.total))
 
 
 def _filled(

@@ -206,16 +206,16 @@ class Export:
         prepared = self.prepared
         tables = prepared.trained.tables
         errors: dict[str, TableError] = {}
-        done, total = 0, sum(table.float_bytes for table in tables)
+        stored_bytes, total_bytes = 0, sum(table.float_bytes for table in tables)
         with RunningDigests(files, prepared.manifest) as digests:
             for stored in store_rows(files, tables, prepared.manifest, prepared.weights):
                 digests.written(stored.table, stored.stop)
                 errors[stored.table] = stored.error
-                done += 4 * stored.elements
-                prepared.progress(Progress(stored.table, done, total))
+                stored_bytes += 4 * stored.elements
+                prepared.progress(Progress(stored.table, stored_bytes, total_bytes))
             by_rank = digests.finish()
         prepared.weights.check_unchanged()  # from here on, nothing is read from it
-        prepared.progress(Progress("parity", total, total))
+        prepared.progress(Progress("parity", total_bytes, total_bytes))
         return Stored(errors, {files[rank]: digest for rank, digest in by_rank.items()})
 
 

@@ -164,12 +164,12 @@ def _dtypes(
     """The dtype of each table: the configured one, else the smallest one within `max_error`, else INT8."""
     limits = {t.name: config.max_error_of(t.name) for t in trained if config.dtype_of(t.name) is None}
     total = sum(table.float_bytes for table in trained if limits.get(table.name) is not None)
-    done = 0
+    read_bytes = 0
 
     def count(elements: int) -> None:
-        nonlocal done
-        done += 4 * elements
-        progress(Progress("choosing dtypes", done, total))
+        nonlocal read_bytes
+        read_bytes += 4 * elements
+        progress(Progress("choosing dtypes", read_bytes, total))
 
     dtypes = {}
     for table in trained:
@@ -245,8 +245,8 @@ def prepare(
     if checkpoint is not None and is_whole:
         load_weights(trained, weights)
 
-    def loading(done: int, total: int) -> None:
-        progress(Progress("loading the model", done, total))
+    def loading(loaded_bytes: int, total_bytes: int) -> None:
+        progress(Progress("loading the model", loaded_bytes, total_bytes))
 
     is_loaded = checkpoint is None or load_tables(trained, weights, config.trained_memory_bytes, loading)
     if config.scores:

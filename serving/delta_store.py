@@ -187,9 +187,9 @@ class DeltaStore(Store):
                     return False
         with suppress(ServerUnavailable):  # it is published, and missing copies are fetched later
             there = self._listed(model, lineage, int(path.name[:12]) - 1)
-            for file, found in files:
+            for file, file_content in files:
                 if file.name in there:  # otherwise it was just removed
-                    _put(file, [found], there[file.name])
+                    _put(file, [file_content], there[file.name])
         return True
 
     def steps(self, model: str, lineage: str) -> list[Step]:

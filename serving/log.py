@@ -159,12 +159,12 @@ def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
     match = _TRITON.fullmatch(line)
     if match is None:
         return logging.makeLogRecord(_record(source, logging.INFO, _COLOUR.sub("", line), event="printed"))
-    level, location, said = _LEVELS[match[1]], match[2], _unquoted(match[3])
-    if said.startswith(NO_GPU):
+    level, location, text = _LEVELS[match[1]], match[2], _unquoted(match[3])
+    if text.startswith(NO_GPU):
         level = logging.INFO
-    of_model = _OF_MODEL.fullmatch(said)
+    of_model = _OF_MODEL.fullmatch(text)
     if of_model is None:
-        return logging.makeLogRecord(_record("triton", level, said, event=location))
+        return logging.makeLogRecord(_record("triton", level, text, event=location))
     event, model, version, message = of_model.groups()
     return logging.makeLogRecord(_record("model", level, message, event=event, model=model, version=int(version)))
 
@@ -212,8 +212,8 @@ class Output:
         """One line that says why the server ended: the last error in its log, or else its last line."""
         self.drain()
         lines = [line for line in list(self._lines) if line.strip() and NO_GPU not in line]
-        said = _matches(_ERROR, lines) or _matches(_FATAL, lines) or lines or ["it said nothing"]
-        return _AT.sub("", said[-1])
+        reasons = _matches(_ERROR, lines) or _matches(_FATAL, lines) or lines or ["it said nothing"]
+        return _AT.sub("", reasons[-1])
 
     def drain(self) -> None:
         """Wait at most 2 s until all lines are copied: a model's process may keep the pipe open for longer."""
@@ -225,9 +225,9 @@ class Output:
             for line in self._source:
                 is_usage = is_usage or line.startswith(_USAGE)
                 if not is_usage:
-                    said = line.decode(errors="replace").rstrip()
-                    self._lines.append(said)
-                    self._log.handle(triton_record(said, self._name))
+                    text = line.decode(errors="replace").rstrip()
+                    self._lines.append(text)
+                    self._log.handle(triton_record(text, self._name))
 
 
 def _matches(pattern: re.Pattern[str], lines: list[str]) -> list[str]:

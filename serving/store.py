@@ -179,13 +179,13 @@ class Store:
                 file.seek(0)
                 while part := file.read(_PART_BYTES):
                     sha256.update(part)
-                began_at = done = file.tell()
-                starts = range(done, expected.size_bytes, _PART_BYTES)
+                began_at = fetched_bytes = file.tell()
+                starts = range(fetched_bytes, expected.size_bytes, _PART_BYTES)
                 for part in map_in_order(pool, partial(self._part, name, expected), starts, ahead=_PARTS - 1):
                     file.write(part)
                     sha256.update(part)
-                    done += len(part)
-                    progress(path.name, done, expected.size_bytes)
+                    fetched_bytes += len(part)
+                    progress(path.name, fetched_bytes, expected.size_bytes)
             if sha256.hexdigest() == expected.sha256:
                 return
             path.unlink()
@@ -287,9 +287,9 @@ class Store:
         try:
             yield
         except (self._obstore.exceptions.BaseError, OSError) as error:
-            said = _first_line(error)
-            said += next((f": {hint}" for words, hint in _HINTS.items() if words in said), "")
-            raise ServerUnavailable(f"{self.url}/{name}: cannot be read or written: {said}") from error
+            reason = _first_line(error)
+            reason += next((f": {hint}" for words, hint in _HINTS.items() if words in reason), "")
+            raise ServerUnavailable(f"{self.url}/{name}: cannot be read or written: {reason}") from error
 
 
 def _for_small(prefix: str) -> dict[str, Any]:

@@ -136,12 +136,12 @@ def _measure_shardings(
 
 def _steps(progress: Callable[[str, int, int], None], total: int) -> Callable[[str], None]:
     """A function that calls `progress` when a step begins."""
-    done = 0
+    completed = 0
 
     def step(what: str) -> None:
-        nonlocal done
-        progress(what, done, total)
-        done += 1
+        nonlocal completed
+        progress(what, completed, total)
+        completed += 1
 
     return step
 

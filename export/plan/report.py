@@ -16,7 +16,7 @@ from serving.bundle.formats import WeightDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ROUTER, Block, Rank, Shard, ShardingType
 from serving.bundle.tables import OutputDtype, Table
-from serving.requests.captured import PassedOver, read_captured
+from serving.requests.captured import SkippedLines, read_captured
 
 # A note says so if ranks hold more than this many times the tables' bytes. The number of tables that it names.
 _COPIES_NOTED = 1.1
@@ -43,10 +43,10 @@ def plan_notes(manifest: Manifest, sharding: Sharding) -> Iterator[str]:
         if hosts < sharding.hosts:
             yield f"{sharding.hosts - hosts} of {sharding.hosts} hosts would hold nothing: the plan has {hosts}"
     if sharding.traffic is not None:
-        passed_over, path = PassedOver(), Path(sharding.traffic)
-        for _ in read_captured(path, passed_over, follow=True):
+        skipped, path = SkippedLines(), Path(sharding.traffic)
+        for _ in read_captured(path, skipped, follow=True):
             pass
-        yield from passed_over.said(path)
+        yield from skipped.report(path)
 
 
 def _copies(manifest: Manifest) -> Iterator[str]:

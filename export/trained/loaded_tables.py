@@ -57,12 +57,12 @@ def load_tables(
     if any(tensor.device.type not in ("cpu", "meta") for tensor in state.values()):
         return False
     tables = {table.key: table for table in trained.tables}
-    done = 0
+    loaded_bytes = 0
     for key, tensor in state.items():
         if key in tables:
             replace_tensor(trained.module, tensor, _read(tables[key], weights, tensor.dtype))
-            done += tables[key].float_bytes
-            progress(done, total)
+            loaded_bytes += tables[key].float_bytes
+            progress(loaded_bytes, total)
         elif weights.has(key):
             replace_tensor(trained.module, tensor, weights.tensor(key, tensor))
     state = _state(trained)

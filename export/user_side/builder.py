@@ -158,7 +158,7 @@ class Builder:
             return value
         if id(value) not in self._parts:
             if isinstance(value, Joined):
-                part = self.joined([self.part_of(each) for each in value.parts], value.dim, value.shape)
+                part = self.joined([self.part_of(source) for source in value.parts], value.dim, value.shape)
             elif isinstance(value, Sum):
                 part = self._added(value)
             elif isinstance(value, Product):

@@ -158,11 +158,13 @@ def _rewritten(trace: DenseTrace, split: SplitPart) -> UserSidePrograms:
     graph = simplified(trace.decomposed({}).module(check_guards=False))
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     user = UserInputs(_merged(split.user_spans), frozenset(number + 1 for number in split.arguments))
-    once = once_per_user(graph, placeholders, user)
-    left_alone = [f"{node.target}{short_line_of(node)}" for node in once.left_alone]
-    side = UserSide(split.names, once.per_user, once.operators, tuple(dict.fromkeys(left_alone)))
+    rewritten = once_per_user(graph, placeholders, user)
+    left_alone = [f"{node.target}{short_line_of(node)}" for node in rewritten.left_alone]
+    side = UserSide(split.names, rewritten.per_user, rewritten.operators, tuple(dict.fromkeys(left_alone)))
     with torchscript(), quiet():
-        of_user, of_items = (torch.jit.freeze(torch.jit.script(each).eval()) for each in (once.user, once.items))
+        of_user, of_items = (
+            torch.jit.freeze(torch.jit.script(module).eval()) for module in (rewritten.user, rewritten.items)
+        )
     return UserSidePrograms(of_user, of_items, side)
 
 

@@ -46,7 +46,7 @@ def time_of_once(
     Both are loaded as for serving, which chooses the library of large products.
     """
     user_program, items_program = programs
-    repeated, once = ranking(probe, split, 0, torch.arange(items) % probe.samples)
+    repeated, tensor_pairs = ranking(probe, split, 0, torch.arange(items) % probe.samples)
     embeddings, *others = repeated.tensors(split.part.jagged)
 
     def score_whole() -> None:
@@ -58,4 +58,4 @@ def time_of_once(
             *(other.clone() if number in split.arguments else other for number, other in enumerate(others)),
         )
 
-    return relative_time(score_whole, partial(call_programs, user_program, items_program, split, once))
+    return relative_time(score_whole, partial(call_programs, user_program, items_program, split, tensor_pairs))

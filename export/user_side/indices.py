@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from export.user_side.builder import Builder
@@ -69,13 +70,13 @@ def numbers_at(build: Builder, value: Value, first: int, positions: Sequence[Pos
     for block, position in sources:
         blocks.setdefault((block.node, block.shape), (block, set()))[1].add(position)
     numbers: list[Part] = []
-    places: dict[Any, int] = {}
+    offsets: dict[Any, int] = {}
     for key, (block, needed) in blocks.items():
         ordered = sorted(needed)
         numbers.append(_numbers_of(build, block, first, ordered))
-        places |= {(key, position): place for place, position in enumerate(ordered, start=len(places))}
-    joined = Joined(tuple(numbers), first, changed(shape, first, len(places)))
-    order = tuple(places[(block.node, block.shape), position] for block, position in sources)
+        offsets |= {(key, position): offset for offset, position in enumerate(ordered, start=len(offsets))}
+    joined = Joined(tuple(numbers), first, changed(shape, first, len(offsets)))
+    order = tuple(offsets[(block.node, block.shape), position] for block, position in sources)
     return in_order(numbers[0] if len(numbers) == 1 else joined, first, order)
 
 
@@ -90,15 +91,15 @@ def block_at(build: Builder, value: Value, first: int, position: Position) -> tu
     """The tensor with a number, and the number's position in it."""
     while isinstance(value, Joined | Reordered) and first <= value.dim < first + len(position):
         dim = value.dim
-        place = position[dim - first]
+        coordinate = position[dim - first]
         if isinstance(value, Reordered):
-            place, value = value.order[place], value.source
+            coordinate, value = value.order[coordinate], value.source
         else:
             ends = [*accumulate(part.shape[dim] for part in value.parts)]
-            number = bisect_right(ends, place)
-            place -= ends[number - 1] if number else 0
+            number = bisect_right(ends, coordinate)
+            coordinate -= ends[number - 1] if number else 0
             value = value.parts[number]
-        position = (*position[: dim - first], place, *position[dim - first + 1 :])
+        position = (*position[: dim - first], coordinate, *position[dim - first + 1 :])
     block = build.part_of(value)
     transposed = _transposed(block, first) if len(position) == 2 else None
     return (block, position) if transposed is None else (transposed, position[::-1])
@@ -122,10 +123,5 @@ def _numbers_of(build: Builder, block: Part, first: int, positions: Sequence[Pos
     block = build.expanded(block, (*block.size[:first], *widths, *block.size[last:]))
     size, shape = ((*of[:first], math.prod(widths), *of[last:]) for of in (block.size, block.shape))
     flat = build.reshaped(block, size, shape)
-    numbers = []
-    for position in positions:
-        number = 0
-        for place, width in zip(position, widths, strict=True):
-            number = number * width + place
-        numbers.append(number)
+    numbers = np.ravel_multi_index([*zip(*positions, strict=True)], widths).tolist()
     return build.indexed(flat, first, numbers)

@@ -290,12 +290,15 @@ def sum_of_product(build: Builder, product: Product, dims: Sequence[int], size: 
         return None
     operands = []
     for part in (first, second):
-        kept = [dim for dim in range(rank) if part.size[dim] != 1]
+        dims_of_part = [dim for dim in range(rank) if part.size[dim] != 1]
         operands.append(
-            (build.reshaped(part, tuple(part.size[dim] for dim in kept)), "".join(letters[d] for d in kept))
+            (
+                build.reshaped(part, tuple(part.size[dim] for dim in dims_of_part)),
+                "".join(letters[d] for d in dims_of_part),
+            )
         )
-    kept = [dim for dim in range(rank) if dim not in dims and product.shape[dim] != 1]
-    equation = f"{operands[0][1]},{operands[1][1]}->{''.join(letters[dim] for dim in kept)}"
+    kept_dims = [dim for dim in range(rank) if dim not in dims and product.shape[dim] != 1]
+    equation = f"{operands[0][1]},{operands[1][1]}->{''.join(letters[dim] for dim in kept_dims)}"
     node = build.graph.call_function(torch.ops.aten.einsum, (equation, [operands[0][0].node, operands[1][0].node]))
-    made = tuple(product.shape[dim] for dim in kept)
-    return build.reshaped(Part(node, made, made, per_user=False), size)
+    product_size = tuple(product.shape[dim] for dim in kept_dims)
+    return build.reshaped(Part(node, product_size, product_size, per_user=False), size)

@@ -181,8 +181,8 @@ class _Rewriting:
         """The integers that a node makes of constants, such as indices. None: it makes something else."""
         value: Any = node.meta.get("val")
         is_list = isinstance(value, list | tuple)
-        made: Any = value if is_list else [value]
-        if any(not isinstance(tensor, Tensor) or tensor.dtype is not torch.int64 for tensor in made):
+        results: Any = value if is_list else [value]
+        if any(not isinstance(tensor, Tensor) or tensor.dtype is not torch.int64 for tensor in results):
             return None
         tensors: dict[fx.Node, Tensor] = {}
         for source in node.all_input_nodes:

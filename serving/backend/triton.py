@@ -47,7 +47,7 @@ from serving.lookup.dense_files import LoadedDensePart
 from serving.lookup.instruction_set import instruction_set, slow_kernels
 from serving.lookup.program import LoadedProgram, ProgramForm
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
-from serving.requests.captured import WARM_UP, PassedOver, read_captured
+from serving.requests.captured import WARM_UP, SkippedLines, read_captured
 from serving.requests.parameters import decode_parameters
 from serving.requests.types import IDS, Array, Tensors
 from serving.router.hosts_config import hosts_of
@@ -165,9 +165,9 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
         published.append(hosts.publish)
         ended.append(hosts.end)
 
-    def call(every: list[Callable[[], None]]) -> None:
-        for each in every:
-            each()
+    def call(functions: list[Callable[[], None]]) -> None:
+        for function in functions:
+            function()
 
     return engine, answerer, Publisher(partial(call, published), partial(call, ended))
 
@@ -222,11 +222,11 @@ def _warm_up(engine: Engine, model: Path, warn: Callable[[str], None]) -> None:
     path = model / WARM_UP
     if not os.path.lexists(path):
         return
-    passed_over = PassedOver()
-    for captured in read_captured(path, passed_over):
+    skipped = SkippedLines()
+    for captured in read_captured(path, skipped):
         with suppress(InvalidRequest, HostUnavailable):  # it may have been captured for being refused
             engine.outputs(_with_weights(captured.tensors, engine.schema.weighted))
-    for line in passed_over.said(path):
+    for line in skipped.report(path):
         warn(line)
 
 

@@ -144,12 +144,12 @@ def _check_columns(files: Sequence[InputFile], columns: BatchColumns, partition_
 
 def _score(job: Job, parts: Sequence[Part], todo: Sequence[Part], workers: int, progress: RowsDone) -> None:
     total = sum(part.rows for part in parts)
-    done = total - sum(part.rows for part in todo)
-    progress(done, total)
+    scored = total - sum(part.rows for part in todo)
+    progress(scored, total)
 
     def rows_done(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(done, total)
+        nonlocal scored
+        scored += rows
+        progress(scored, total)
 
     score_parts(job, todo, workers, rows_done)

@@ -14,7 +14,7 @@ from serving.bundle.scores import DenseInput, InputDtype
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.requests.captured import PassedOver, read_captured
+from serving.requests.captured import SkippedLines, read_captured
 from serving.requests.layout import samples_of, shared_mask
 from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
 
@@ -180,7 +180,7 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
     return prepared
 
 
-def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> tuple[list[Tensors], int]:
+def captured_requests(path: Path, info: ModelInfo, skipped: SkippedLines) -> tuple[list[Tensors], int]:
     """Read the requests of a capture file.
 
     A captured request has no per-id weights. For a weighted model, each id gets a weight of 1.
@@ -188,7 +188,7 @@ def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> t
     Args:
         path: the file.
         info: of the model that is to answer the requests.
-        passed_over: counts lines that are no captured requests.
+        skipped: counts lines that are no captured requests.
 
     Returns:
         The requests, and how many were left out. A request is left out if its lengths do not fit its features and
@@ -197,7 +197,7 @@ def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> t
     Raises:
         ConfigurationError: no request can be sent.
     """
-    captured = [request.tensors for request in read_captured(path, passed_over, follow=True)]
+    captured = [request.tensors for request in read_captured(path, skipped, follow=True)]
     requests = [
         replace(tensors, weights=np.ones(tensors.values.size, np.float32) if info.weighted else None)
         for tensors in captured

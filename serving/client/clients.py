@@ -501,6 +501,6 @@ def _result(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that never awaits anything unfinished."""
     try:
         coroutine.send(None)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
     raise RuntimeError("a coroutine of LookupClient waited")

@@ -16,7 +16,7 @@ from serving.bundle.load import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import BundleError, ConfigurationError
-from serving.requests.captured import PassedOver
+from serving.requests.captured import SkippedLines
 from serving.requests.id_maps import IdMaps, known_of_keys
 from serving.requests.types import Tensors
 from serving.terminal.app import out
@@ -312,9 +312,9 @@ def _factor(name: str, text: str) -> float:
 
 
 def _captured(path: Path, info: ModelInfo) -> Sequence[Tensors]:
-    passed_over = PassedOver()
-    requests, left_out = captured_requests(path, info, passed_over)
-    for line in passed_over.said(path):
+    skipped = SkippedLines()
+    requests, left_out = captured_requests(path, info, skipped)
+    for line in skipped.report(path):
         say(line)
     if left_out:
         say(f"{path}: {left_out} of {left_out + len(requests)} requests are malformed and are not sent")

@@ -21,7 +21,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file, read_file, replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.model.settings import NEWEST, ServingSettings, Setting, kind_of, table
-from serving.requests.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
+from serving.requests.captured import MOST_WARM_UP_BYTES, WARM_UP, SkippedLines, read_captured
 from serving.terminal.app import out
 from serving.terminal.options import as_given, by_name, named, shared_options, with_options
 from serving.terminal.output import print_json
@@ -170,10 +170,10 @@ def _version(model: Path, text: str) -> int | None:
 
 def _set_warm_up(model: Path, source: Path) -> None:
     """Copy the captured requests of `source` to a file beside config.pbtxt."""
-    passed_over = PassedOver()
-    for _ in read_captured(source, passed_over, follow=True):
+    skipped = SkippedLines()
+    for _ in read_captured(source, skipped, follow=True):
         pass
-    for line in passed_over.said(source):
+    for line in skipped.report(source):
         say(line)
     with open_file(source, follow=True) as captured, replacing(model / WARM_UP) as file:
         shutil.copyfileobj(captured, file)

@@ -133,26 +133,26 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     """Show rows, rows a second and the time left: a bar on a terminal, or a line from time to time."""
     from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    started = said = time.monotonic()
+    started = printed_at = time.monotonic()
     before: int | None = None
 
-    def rate(done: int) -> float:
+    def rate(rows: int) -> float:
         nonlocal before
-        before = done if before is None else before
-        return (done - before) / max(time.monotonic() - started, 1e-9)
+        before = rows if before is None else before
+        return (rows - before) / max(time.monotonic() - started, 1e-9)
 
-    def say_line(done: int, total: int) -> None:
-        nonlocal said
-        speed = rate(done)
-        if time.monotonic() - said < _LINE_S:
+    def say_line(rows: int, total: int) -> None:
+        nonlocal printed_at
+        speed = rate(rows)
+        if time.monotonic() - printed_at < _LINE_S:
             return
-        said = time.monotonic()
-        remaining = f", {(total - done) / speed:,.0f} s left" if speed else ""
-        say(f"{done:,} of {counted(total, 'row')}, {speed:,.0f} rows/s{remaining}")
+        printed_at = time.monotonic()
+        remaining = f", {(total - rows) / speed:,.0f} s left" if speed else ""
+        say(f"{rows:,} of {counted(total, 'row')}, {speed:,.0f} rows/s{remaining}")
 
     if not err.is_terminal:
         yield say_line
         return
     columns = (MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
     with progress_bar(24, "scoring", *columns) as show:
-        yield lambda done, total: show(f"scoring, {rate(done):,.0f} rows/s", done, total)
+        yield lambda rows, total: show(f"scoring, {rate(rows):,.0f} rows/s", rows, total)

@@ -59,7 +59,7 @@ class Sizes:
         )
         self.ends = [*accumulate(map(int.__add__, ids, bags))]
 
-    def place(self, share: float, slack: float) -> tuple[int, int]:
+    def cut_position(self, share: float, slack: float) -> tuple[int, int]:
         """The feature and the sample after the cut with `share` bytes before it. `slack` as for `cut`."""
         feature = min(bisect_right(self.ends, share), len(self.ends) - 1)
         start = self.ends[feature - 1] if feature else 0
@@ -91,7 +91,7 @@ def cut(sizes: Sizes, shares: Sequence[float], slack: float) -> list[list[Piece]
     """
     cuts = [(0, 0)]
     for share in [*accumulate(shares)][:-1]:
-        cuts.append(max(cuts[-1], sizes.place(share, slack)))
+        cuts.append(max(cuts[-1], sizes.cut_position(share, slack)))
     cuts.append((len(sizes.ends), 0))
     return [[*_between(first, last, sizes.samples)] for first, last in pairwise(cuts)]
 

@@ -156,30 +156,30 @@ class CapturedRequest(
 
 
 @dataclass(slots=True)
-class PassedOver:
+class SkippedLines:
     """Counts the lines of a file that are not captured requests.
 
     Attributes:
-        lines: the number of these lines.
+        count: the number of these lines.
         first: the number of the first one, and what is wrong with it.
     """
 
-    lines: int = 0
+    count: int = 0
     first: str = ""
 
     def add(self, number: int, problem: str) -> None:
         """Count line `number`."""
         self.first = self.first or f"line {number}: {problem}"
-        self.lines += 1
+        self.count += 1
 
-    def said(self, path: Path) -> Iterator[str]:
+    def report(self, path: Path) -> Iterator[str]:
         """A line about the file, or nothing if all lines are requests."""
-        if self.lines:
-            yield f"{path}: lines skipped, which are not captured requests: {self.lines}; {self.first}"
+        if self.count:
+            yield f"{path}: lines skipped, which are not captured requests: {self.count}; {self.first}"
 
 
 def read_captured(
-    path: Path, passed_over: PassedOver | None = None, *, follow: bool = False
+    path: Path, skipped: SkippedLines | None = None, *, follow: bool = False
 ) -> Iterator[CapturedRequest]:
     """Read captured requests one after the other. The file may be larger than memory.
 
@@ -187,7 +187,7 @@ def read_captured(
 
     Args:
         path: a file that a recorder wrote.
-        passed_over: counts such lines.
+        skipped: counts such lines.
         follow: whether `path` may be a link.
 
     Raises:
@@ -195,7 +195,7 @@ def read_captured(
             line.
     """
     decoder = msgspec.json.Decoder(CapturedRequest)
-    passed_over = PassedOver() if passed_over is None else passed_over
+    skipped = SkippedLines() if skipped is None else skipped
     try:
         file = open_file(path, follow=follow)
     except OSError as error:
@@ -205,16 +205,16 @@ def read_captured(
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
             if len(line) > LONGEST_LINE:
-                passed_over.add(number, f"expected at most {LONGEST_LINE} bytes, got more")
+                skipped.add(number, f"expected at most {LONGEST_LINE} bytes, got more")
                 while line and not line.endswith(b"\n"):
                     line = file.readline(LONGEST_LINE)
             elif not line.isspace():
                 try:
                     request = decoder.decode(line)
                 except UNREADABLE as error:
-                    passed_over.add(number, f"expected a captured request: {error}")
+                    skipped.add(number, f"expected a captured request: {error}")
                 else:
                     requests += 1
                     yield request
-    if passed_over.lines and not requests:
-        raise ConfigurationError(f"{path}: {passed_over.first}")
+    if skipped.count and not requests:
+        raise ConfigurationError(f"{path}: {skipped.first}")

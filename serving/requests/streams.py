@@ -59,7 +59,7 @@ def answer_batches(
         errors: what happens to a ServingError of `answer`.
         progress: called after each batch.
     """
-    done = 0
+    samples_done = 0
     for number, batch in enumerate(batches):
         try:
             answered, samples = answer(batch)
@@ -69,8 +69,8 @@ def answer_batches(
                 raise
             yield named
             continue
-        done += samples
-        progress(done)
+        samples_done += samples
+        progress(samples_done)
         yield answered
 
 

@@ -128,9 +128,9 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only
         return
-    came: list[int] = []
+    received: list[int] = []
     handlers = {
-        number: signal.signal(number, lambda number, _: came.append(number))
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
@@ -138,5 +138,5 @@ def signals_deferred() -> Iterator[None]:
     finally:
         for signal_number, handler in handlers.items():
             signal.signal(signal_number, handler)
-    for number in came:
+    for number in received:
         signal.raise_signal(number)

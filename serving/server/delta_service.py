@@ -99,8 +99,8 @@ class DeltaService:
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
         # What was last logged of each copy: why it stopped, its newest delta, and when that may be logged again.
-        self._said: dict[tuple[str, str], str] = {}
-        self._said_applied: dict[tuple[str, str], tuple[int, float]] = {}
+        self._logged_stops: dict[tuple[str, str], str] = {}
+        self._logged_sequences: dict[tuple[str, str], tuple[int, float]] = {}
         # The deltas of each folder when it was last listed.
         self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
@@ -149,12 +149,12 @@ class DeltaService:
         failed: list[Exception] = []
 
         def keep() -> None:
-            said = ""
+            logged_reason = ""
             while not ended.is_set():
                 try:
                     if self._bring(store, models):
                         note_store_read(store.url, time.time())
-                    said = ""
+                    logged_reason = ""
                 except Exception as error:
                     if not began.is_set():
                         failed.append(error)
@@ -162,7 +162,7 @@ class DeltaService:
                         if isinstance(error, ServerUnavailable) and None not in times:
                             note_store_read(store.url, min(filter(None, times)))
                             failed.clear()
-                    said = self._log_unread_store(error, said)
+                    logged_reason = self._log_unread_store(error, logged_reason)
                 finally:
                     began.set()
                 ended.wait(_STORE_PERIOD_S)
@@ -209,9 +209,9 @@ class DeltaService:
             raise problems[0]
         return is_asked
 
-    def _log_unread_store(self, error: Exception, said: str) -> str:
+    def _log_unread_store(self, error: Exception, logged_reason: str) -> str:
         """Log why no delta can be fetched, once until the reason changes. Returns the reason."""
-        if str(error) != said:
+        if str(error) != logged_reason:
             self._log.warning("cannot pull deltas: %s", error, extra={"event": "pull_failed"})
         return str(error)
 
@@ -311,13 +311,13 @@ class DeltaService:
             where = f"{' '.join(key)}: deltas are applied up to {copy.sequence}"
             fields = {"model": key[0], "version": int(key[1]), "lineage": Path(about.deltas).name}
             fields |= {"sequence": copy.sequence, "sha256": copy.sha256 or None}
-            if copy.stopped != self._said.get(key, ""):
-                self._said[key] = copy.stopped
+            if copy.stopped != self._logged_stops.get(key, ""):
+                self._logged_stops[key] = copy.stopped
                 if copy.stopped:
                     self._log.error("%s: %s", where, copy.stopped, extra={"event": "deltas_stopped", **fields})
                 else:
                     self._log.info("%s: deltas are applied again", where, extra={"event": "deltas_go_on", **fields})
-            said, next_at = self._said_applied.get(key, (None, 0.0))
-            if copy.sequence != said and time.monotonic() >= next_at:
-                self._said_applied[key] = copy.sequence, time.monotonic() + _LOG_PERIOD_S
+            logged_sequence, next_at = self._logged_sequences.get(key, (None, 0.0))
+            if copy.sequence != logged_sequence and time.monotonic() >= next_at:
+                self._logged_sequences[key] = copy.sequence, time.monotonic() + _LOG_PERIOD_S
                 self._log.info("%s", where, extra={"event": "deltas_applied", **fields})

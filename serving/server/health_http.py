@@ -171,15 +171,15 @@ class _Port:
         return status, body, request.method == b"HEAD"
 
     async def _ready(self, is_verbose: bool) -> Answer:
-        status, said = self._health.ready()
+        status, body = self._health.ready()
         if is_verbose and status == HTTPStatus.OK:
             with suppress(ServingError):
-                said += _lost_hosts(await asyncio.to_thread(self._scrape))
+                body += _lost_hosts(await asyncio.to_thread(self._scrape))
             problems = sorted(self._health.release_problems.copy().items())
-            said += "".join(f"release: model {model!r}: {why}\n" for model, why in problems if why).encode()
+            body += "".join(f"release: model {model!r}: {why}\n" for model, why in problems if why).encode()
             if (copies := self._health.deltas) is not None:
-                said += "".join(f"stopped: {line}\n" for line in copies.stopped_lines()).encode()
-        return status, said
+                body += "".join(f"stopped: {line}\n" for line in copies.stopped_lines()).encode()
+        return status, body
 
     async def _metrics(self, authorization: bytes) -> Answer:
         if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):

@@ -144,7 +144,7 @@ class _Followed:
     @property
     def problem(self) -> str | None:
         """Why the release is not served, or None if it is served or unknown."""
-        return self._say_of_file.said or self._say_of_loading.said
+        return self._say_of_file.problem or self._say_of_loading.problem
 
     def follow(self, server: Server) -> None:
         """Read the release file. Load or unload versions that are due."""
@@ -202,8 +202,8 @@ class _Followed:
         self._say_of_loading(None)
         server.run_file_writer.update(released={**server.run_file.released, self._file.model: release.versions})
         until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
-        said = f"serves {_listed(release)}, as released{until}"
-        self._tell(logging.INFO, "released", self._file.model, said, release)
+        message = f"serves {_listed(release)}, as released{until}"
+        self._tell(logging.INFO, "released", self._file.model, message, release)
 
     def _unload(self, server: Server, present: Release) -> None:
         """Unload the older versions beside the present release."""
@@ -216,16 +216,16 @@ class _Followed:
 
 
 class _LogOnce:
-    """Logs a problem once until it changes or is solved (None). `said` is the current problem."""
+    """Logs a problem once until it changes or is solved (None). `problem` is the current problem."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self.said: str | None = None
+        self.problem: str | None = None
 
     def __call__(self, problem: str | None) -> None:
-        if problem is not None and problem != self.said:
+        if problem is not None and problem != self.problem:
             self._say(problem)
-        self.said = problem
+        self.problem = problem
 
 
 def _listed(release: Release | None) -> str:

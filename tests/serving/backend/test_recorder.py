@@ -20,7 +20,7 @@ from serving.client import LookupClient
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.model.config_file import as_json, read_config
 from serving.model.settings import ServingSettings
-from serving.requests.captured import PassedOver, read_captured
+from serving.requests.captured import SkippedLines, read_captured
 from serving.requests.types import Tensors
 from serving.server import run_server
 from serving.server.hang_check import HangCheck
@@ -203,9 +203,9 @@ def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(t
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (tmp_path / "file").write_text(done.stdout)
-    passed_over = PassedOver()
-    assert [len(captured.values) for captured in read_captured(tmp_path / "file", passed_over)] == [100, 1, 4000]
-    assert passed_over.lines == 0
+    skipped = SkippedLines()
+    assert [len(captured.values) for captured in read_captured(tmp_path / "file", skipped)] == [100, 1, 4000]
+    assert skipped.count == 0
 
 
 def recorded(path: Path, written: "queue.SimpleQueue[None]", values: Any = ()) -> None:
@@ -239,9 +239,9 @@ def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> Non
         file.write(b'{"at": "2026')
     recorded(tmp_path / "file", written, [2])
     recorded(tmp_path / "file", written, [3])
-    passed_over = PassedOver()
-    assert [captured.values for captured in read_captured(tmp_path / "file", passed_over)] == [[1], [2], [3]]
-    assert passed_over.lines == 1
+    skipped = SkippedLines()
+    assert [captured.values for captured in read_captured(tmp_path / "file", skipped)] == [[1], [2], [3]]
+    assert skipped.count == 1
 
 
 def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path: Path) -> None:

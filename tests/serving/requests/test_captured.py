@@ -8,17 +8,17 @@ import pytest
 
 from serving.errors import ConfigurationError
 from serving.requests import captured as captured_module
-from serving.requests.captured import CapturedRequest, PassedOver, read_captured
+from serving.requests.captured import CapturedRequest, SkippedLines, read_captured
 from serving.requests.types import Tensors
 
 GOOD = '{"at": "", "why": "", "values": [1], "lengths": [1]}'
 
 
-def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
+def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], SkippedLines]:
     """The values of the requests of a file with these lines, and what was passed over."""
     path.write_bytes(b"".join(line + b"\n" for line in lines))
-    passed_over = PassedOver()
-    return [captured.values for captured in read_captured(path, passed_over)], passed_over
+    skipped = SkippedLines()
+    return [captured.values for captured in read_captured(path, skipped)], skipped
 
 
 @pytest.mark.promise("Readers of captured requests skip and count invalid lines")
@@ -26,10 +26,10 @@ def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
 def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: str, tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
     for bad in (GOOD.replace("[1]", f"[{number}]", 1), GOOD.replace('"lengths": [1]', f'"lengths": [{number}]')):
-        requests, passed_over = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
+        requests, skipped = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
         assert requests == [[1], [1]]
-        assert passed_over.lines == 1
-        (said,) = passed_over.said(path)
+        assert skipped.count == 1
+        (said,) = skipped.report(path)
         expected = f"{path}: lines skipped, which are not captured requests: 1; line 2: expected a captured request: "
         assert said.startswith(expected)
 
@@ -52,10 +52,10 @@ def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: st
 def test_readers_go_on_behind_a_bad_line(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_module, "LONGEST_LINE", 150)
     path, good = tmp_path / "captured.jsonl", GOOD.encode()
-    requests, passed_over = lines_of(path, bad.encode(), good, bad.encode(), b"", good)
+    requests, skipped = lines_of(path, bad.encode(), good, bad.encode(), b"", good)
     assert requests == [[1], [1]]
-    assert passed_over.lines == 2
-    assert passed_over.first.startswith("line 1: expected ")
+    assert skipped.count == 2
+    assert skipped.first.startswith("line 1: expected ")
     with pytest.raises(ConfigurationError, match=r"captured\.jsonl: line 1: expected "):
         lines_of(path, bad.encode(), bad.encode())
 
@@ -65,8 +65,8 @@ def test_a_last_line_without_an_end_is_a_line(tmp_path: Path) -> None:
     path.write_text(f"{GOOD}\n{GOOD}")
     assert len(list(read_captured(path))) == 2
     path.write_text(f"{GOOD}\n{GOOD[:-3]}")
-    passed_over = PassedOver()
-    assert len(list(read_captured(path, passed_over))) == passed_over.lines == 1
+    skipped = SkippedLines()
+    assert len(list(read_captured(path, skipped))) == skipped.count == 1
 
 
 DENSE = np.array([[0.1, np.nan, np.inf], [-np.inf, 5e-324, -0.0]], np.float32)
