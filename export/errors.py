@@ -53,7 +53,7 @@ def first_line(error: Exception) -> str:
     return next(_lines(error), type(error).__name__)
 
 
-def compiler_line(error: Exception, line_of: Callable[[str], str] = lambda _: "") -> str:
+def compiler_line(error: Exception, line_of: Callable[[str], str]) -> str:
     """What TorchScript says of an error: its first line, and the step of the program that it marks.
 
     Args:

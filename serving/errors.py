@@ -206,7 +206,8 @@ def shown(text: str, most: int = MOST) -> str:
     """At most `most` characters of a text. Control characters, such as line ends, are escaped."""
     # Cut before escaping: a text may have megabytes.
     printable = "".join(
-        character if character.isprintable() else _escaped(character) for character in text[: most + 1]
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text[: most + 1]
     )
     return printable if len(printable) <= most else f"{printable[: most - 1]}…"
 
@@ -227,7 +228,3 @@ def quoted(names: Iterable[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, such as "1 file" and "2,000 files"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()

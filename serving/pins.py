@@ -81,7 +81,8 @@ def _mended_by(packages: Mapping[str, str], is_broken: bool) -> str:
         return "pip install 'tbe-serving[export]'"
     stack, steps = stack_of(packages), []
     if stack is None:
-        stack = _nearest(packages)
+        newest = max(STACKS, key=lambda stack: _numbers(stack.torch))
+        stack = newest if _numbers(packages["torch"]) > _numbers(newest.torch) else DEFAULT_STACK
         steps.append(f"pip install torch=={stack.torch}")
     if "torchrec" in packages and not _has(packages, "torchrec", stack.torchrec):
         steps.append(f"pip install --no-deps torchrec=={stack.torchrec}")
@@ -91,12 +92,6 @@ def _mended_by(packages: Mapping[str, str], is_broken: bool) -> str:
         steps.append("pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu")
     steps.append(f"pip install --no-deps --force-reinstall fbgemm-gpu-cpu=={stack.fbgemm}")
     return " && ".join(steps)
-
-
-def _nearest(packages: Mapping[str, str]) -> Stack:
-    """The stack to install if torch belongs to none: the newest one for a newer torch, or else the default."""
-    newest = max(STACKS, key=lambda stack: _numbers(stack.torch))
-    return newest if _numbers(packages["torch"]) > _numbers(newest.torch) else DEFAULT_STACK
 
 
 def _fbgemm_fits(packages: Mapping[str, str], stack: Stack) -> bool:

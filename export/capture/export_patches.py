@@ -28,7 +28,7 @@ from export.trained.source_location import current_line, is_user_code
 
 
 @contextmanager
-def traceable(model: nn.Module, checks: Checks, flipped: Collection[int] = ()) -> Iterator[BranchLog]:
+def traceable(model: nn.Module, checks: Checks, flipped: Collection[int]) -> Iterator[BranchLog]:
     """In the block, torch.export can trace `model`, its `checks` pass, and decisions of the trace are recorded.
 
     The branches with the indices `flipped` take their other side.

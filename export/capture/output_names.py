@@ -47,7 +47,7 @@ def named_outputs(
     return tensors, [name for name, output in outputs.items() if output is None]
 
 
-def not_tensors(model: nn.Module, got: str, advice: str = "") -> ModelError:
+def not_tensors(model: nn.Module, got: str, advice: str) -> ModelError:
     """The error for an answer without tensors."""
     return ModelError(
         f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got {got}"

@@ -15,7 +15,6 @@ from export.commands.module import CheckpointOption, CheckpointPrefixOption, bui
 from export.commands.options import parsed_by_table
 from export.commands.settings import by_table
 from export.compare.study import STRATEGIES, StudyOptions
-from export.config import ExportConfig
 from export.plan.sharding import check_patterns, last_match
 from export.values import size_bytes, weight_dtype
 from serving.bundle.formats import WeightDtype
@@ -28,7 +27,6 @@ from serving.terminal.options import real
 
 if TYPE_CHECKING:
     from export.compare.baseline import ComparedTables
-    from export.prepare import Prepared
     from export.trained.checkpoint import Checkpoint
     from export.trained.tables import TrainedTable
 
@@ -107,6 +105,7 @@ def compare(
     from export.compare.make_study import make_study
     from export.compare.measure_dtypes import measure_dtypes
     from export.compare.page import RECOMMENDED, findings, write_report
+    from export.prepare import prepare
 
     command = as_text(shlex.join(["tbe-export", *sys.argv[1:]]))
     dtype_study = settings = None
@@ -115,7 +114,9 @@ def compare(
             compared = _compared_tables(model, checkpoint, checkpoint_prefix, tables, pooling_factors)
             out.mkdir(parents=True, exist_ok=True)  # fails before the study, which takes minutes
         else:
-            prepared = _prepare(str(model), checkpoint, labelled_options.config(checkpoint_prefix))
+            module = build_module(str(model), meta=checkpoint is not None)
+            config = labelled_options.config(checkpoint_prefix)
+            prepared = prepare(module, config, checkpoint, None, lambda _: None)
             compared = _with_pooling_factors(prepared.trained.tables, prepared.weights, pooling_factors)
             out.mkdir(parents=True, exist_ok=True)
             of_labelled = labelled_options.measured
@@ -133,12 +134,6 @@ def compare(
     app.out.print(f"written {page}, and {', '.join(file.name for file in files)} beside it", soft_wrap=True)
     if settings is not None:
         app.out.print(f"next: tbe-export model --config {out / RECOMMENDED} …", soft_wrap=True)
-
-
-def _prepare(model: str, checkpoint: Path | None, config: ExportConfig) -> "Prepared":
-    from export.prepare import prepare
-
-    return prepare(build_module(model, meta=checkpoint is not None), config, checkpoint, None, lambda _: None)
 
 
 def _compared_tables(

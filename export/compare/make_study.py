@@ -65,8 +65,8 @@ def make_study(
     tables: ComparedTables,
     options: StudyOptions | None,
     command: str,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
-    dtype_study: DtypeStudy | None = None,
+    progress: Callable[[str, int, int], None],
+    dtype_study: DtypeStudy | None,
 ) -> Study:
     """Place `tables` in all ways that `options` name, and measure each.
 
@@ -89,14 +89,14 @@ def make_study(
         made_at=time.time(),
         machine=f"{_cpu()}, {len(os.sched_getaffinity(0))} cores",
         versions=installed(),
-        batch_size=None if options is None else options.batch_size,
+        batch_size=shardings.batch_size,
         generated=tables.generated,
         tables=_table_studies(tables, errors),
         one_rank=shardings.one_rank,
         placements=shardings.placements,
         confidence=CONFIDENCE,
         verdicts=judge(shardings.placements),
-        recommended_ranks=None if options is None else max(options.ranks),
+        recommended_ranks=shardings.recommended_ranks,
         recommendations=recommendations if dtype_study is None else recommend_dtypes(dtype_study, recommendations),
         dtype_study=dtype_study,
     )
@@ -106,6 +106,8 @@ def make_study(
 class _Shardings:
     """What was measured of shardings. Attributes are those of `Study`."""
 
+    batch_size: int | None = None
+    recommended_ranks: int | None = None
     one_rank: dict[str, Placement] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     recommendations: dict[str, Recommendation] = field(default_factory=dict)
@@ -117,7 +119,7 @@ def _measure_shardings(
     errors: dict[str, list[DtypeReport]],
     progress: Callable[[str, int, int], None],
 ) -> _Shardings:
-    measured = _Shardings()
+    measured = _Shardings(options.batch_size, max(options.ranks))
     step = _steps(progress, len(options.dtypes) * (1 + len(options.ranks) * len(options.strategies)))
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder, _one_thread():
         for dtype in options.dtypes:

@@ -24,7 +24,7 @@ NUMBERS = "study.json"
 RECOMMENDED = "recommended.toml"
 
 
-def write_report(study: Study, folder: Path, settings: str | None = None) -> list[Path]:
+def write_report(study: Study, folder: Path, settings: str | None) -> list[Path]:
     """Write the page, its figures and its numbers into `folder`. A file is written completely or not at all.
 
     Args:

@@ -197,7 +197,7 @@ def read_fleet(
             name=host_name(name, host),
             model=bundles[0].path.parent.name,
             host=host,
-            versions=_versions(bundles),
+            versions=tuple(sorted({int(bundle.path.name) for bundle in bundles}, reverse=True)),
             weights_bytes=sum(map(_weights_bytes, bundles)),
             **_settings(bundles, trusted),
             replicas=replicas.of_host.get(host, replicas.of_hosts),
@@ -257,10 +257,6 @@ def _bundles_of_hosts(routers: Sequence[Bundle], trusted: TrustedKeys | None) ->
         for host in router.manifest.hosts:
             by_host.setdefault(host.host, []).append(open_host(router, host, trusted))
     return by_host
-
-
-def _versions(bundles: Sequence[Bundle]) -> tuple[int, ...]:
-    return tuple(sorted({int(bundle.path.name) for bundle in bundles}, reverse=True))
 
 
 def _weights_bytes(bundle: Bundle) -> int:

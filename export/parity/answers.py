@@ -147,7 +147,7 @@ def answer_probe(
     manifest: Manifest,
     program: nn.Module | None,
     fresh: FreshProcess,
-    request: Tensors | None = None,
+    request: Tensors | None,
 ) -> Answers:
     """Answer a probe at each step.
 
@@ -219,7 +219,7 @@ def answer_assembled(
     program: "torch.jit.ScriptModule | None",
     parts: Mapping[int, Bundle],
     fresh: FreshProcess,
-    request: Tensors | None = None,
+    request: Tensors | None,
 ) -> Answers:
     """Answer a probe with all ranks of a router's plan in one process.
 

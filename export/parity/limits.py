@@ -22,7 +22,7 @@ def check_parity(
     errors: Mapping[str, TableError],
     limits: Mapping[str, float | None],
     answers: Answers,
-    runnable: Trained | None = None,
+    runnable: Trained | None,
 ) -> tuple[Parity, ...]:
     """Check every table, and return its parity.
 

@@ -93,7 +93,7 @@ def read_changed(path: Path) -> dict[str, Changed]:
     return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
 
 
-def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Iterator[Delta]:
+def deltas_of(lineage: Lineage, until: int | None, trusted: TrustedKeys | None) -> Iterator[Delta]:
     """The deltas of a lineage that are newer than the rows of its version, in order.
 
     Args:
@@ -125,7 +125,7 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
         applied = step.sequence
 
 
-def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Delta | None:
+def squashed_deltas(lineage: Lineage, until: int | None, trusted: TrustedKeys | None = None) -> Delta | None:
     """All deltas of a lineage as one, with the newest state of each row. None: there is no delta.
 
     About twice as many rows are in memory.

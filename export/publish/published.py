@@ -43,7 +43,7 @@ from serving.files import replacing
 from serving.model.config_file import CONFIG, read_config, settings_of
 
 
-def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
+def bundle_of(path: Path, trusted: TrustedKeys | None) -> Path:
     """The bundle that `path` names.
 
     Args:
@@ -205,7 +205,7 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
     return removed
 
 
-def read_deltas(bundle: Bundle, deltas: Path | str | None = None) -> tuple[int, list[str]]:
+def read_deltas(bundle: Bundle, deltas: Path | str | None) -> tuple[int, list[str]]:
     """Read the deltas of a version that are newer than its rows.
 
     Args:

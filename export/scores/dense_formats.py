@@ -87,7 +87,7 @@ def compile_formats(
     subgraph: DenseSubgraph,
     dtype: DenseDtype,
     requests: Sequence[DenseInputs],
-    native: DenseFile | None = None,
+    native: DenseFile | None,
     *,
     is_own: bool,
 ) -> DenseFormats:

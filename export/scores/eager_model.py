@@ -53,7 +53,7 @@ def eager_answers(
     weights: fx.GraphModule,
     collections: Collections,
     probes: Sequence[DenseInputs],
-    optional_probes: Sequence[DenseInputs] = (),
+    optional_probes: Sequence[DenseInputs],
 ) -> list[Answer | None]:
     """What a model answers by its own forward, if its collections answer with the embeddings and rows of a probe.
 

@@ -64,7 +64,8 @@ class TracedExample:
             raise ModelError(f"{type(model).__name__}: {wrong}")
 
         def eager_answer(eager_model: nn.Module, inputs: DenseInputs) -> Mapping[str, Tensor]:
-            by_sample = {path: self._repeated(path, inputs.samples) for path in self.signature.by_sample}
+            rows = torch.arange(inputs.samples) % self.signature.samples
+            by_sample = {path: tensor[rows].clone() for path, tensor in self.signature.by_sample.items()}
             for path, tensor in zip(paths, inputs.dense, strict=True):
                 by_sample[path] = tensor.to(self.signature.by_sample[path].dtype)
             call = self.signature.called(inputs.samples, inputs.bags, by_sample)
@@ -119,11 +120,6 @@ class TracedExample:
                 for jagged in _numbers(used)
             ),
         )
-
-    def _repeated(self, path: str, samples: int) -> Tensor:
-        """A tensor of the example for any number of samples."""
-        tensor = self.signature.by_sample[path]
-        return tensor[torch.arange(samples) % self.signature.samples].clone()
 
     def _expect_requests_bring(self, model: nn.Module, used: tuple[Input, ...]) -> None:
         """Refuse a dense part that takes ids, lengths or weights which requests do not bring."""

@@ -67,7 +67,7 @@ class Checkpoint:
         if self._files is not None:
             self._files.check_unchanged()
 
-    def of_model(self, keys: ModelKeys, prefix: str | None = None) -> "Checkpoint":
+    def of_model(self, keys: ModelKeys, prefix: str | None) -> "Checkpoint":
         """The same checkpoint, with the keys of a model: all are under one prefix.
 
         Args:

@@ -95,16 +95,12 @@ class _Rewriting:
                 self._entries[node] = self.build.constant_part(tensor.detach())
         for node in operators:
             self._entries[node] = self._entry(node)
-        answers = output.args[0]
-        copied = [self._answer(node) for node in answers]
+        # Each output gets memory of its own.
+        copied = [self.build.graph.call_method("contiguous", (self.items_node(node),)) for node in output.args[0]]
         self.build.graph.output(tuple(copied))
         tensors = [node for node in operators if isinstance(node.meta.get("val"), Tensor)]
         user, items = split_graph(self.build, self._of_user)
         return OncePerUser(user, items, self._per_user, len(tensors), tuple(self._left_alone))
-
-    def _answer(self, node: fx.Node) -> fx.Node:
-        """An output, in memory of its own."""
-        return self.build.graph.call_method("contiguous", (self.items_node(node),))
 
     def _add_inputs(self) -> None:
         """Add the inputs. The embeddings are the user's columns of row 0, and other columns of all rows."""

@@ -338,7 +338,7 @@ class Publisher:
 
     PERIOD_S = 0.5
 
-    def __init__(self, publish: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, publish: Callable[[], None], end: Callable[[], None]) -> None:
         self._publish, self._end = publish, end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)

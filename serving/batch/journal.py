@@ -72,7 +72,7 @@ def check_continues(out: Path | str, earlier: Journal, journal: Journal) -> None
 
 
 def other_scores(out: Path | str, container: str) -> ConfigurationError:
-    """The error for an output that has the scores of another run. `place`: what `out` is, such as "folder"."""
+    """The error for an output that has the scores of another run. `container`: what `out` is, such as "folder"."""
     return ConfigurationError(
         f"{out}: has scores of another bundle, of other inputs or with other options: name another {container}, or "
         "replace them with --restart"

@@ -80,11 +80,8 @@ def delta_path(folder: Path, sequence: int, since: int | None = None) -> Path:
         sequence: the number of the delta; of a squashed delta, the last number.
         since: of a squashed delta, the number before the first one.
     """
-    return folder / _name(sequence, sequence - 1 if since is None else since)
-
-
-def _name(sequence: int, since: int) -> str:
-    return f"{sequence:012d}{f'.since-{since}' if since != sequence - 1 else ''}.safetensors"
+    squashed = "" if since is None or since == sequence - 1 else f".since-{since}"
+    return folder / f"{sequence:012d}{squashed}.safetensors"
 
 
 def delta_signature(path: Path, content: bytes) -> Path:

@@ -205,7 +205,7 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     return Bundle(path, manifest, hashlib.sha256(text).hexdigest())
 
 
-def open_host(router: Bundle, host: HostBundle, trusted: "TrustedKeys | None" = None) -> Bundle:
+def open_host(router: Bundle, host: HostBundle, trusted: "TrustedKeys | None") -> Bundle:
     """The bundle of a router's host, in the router's repository.
 
     Args:

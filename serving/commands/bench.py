@@ -261,13 +261,12 @@ def _has_failed(outcomes: Sequence[Report | Refusal], max_errors: float) -> bool
         if isinstance(outcome, Report) and (outcome.failed > max_errors or not outcome.answers)
     ]
     for report in failed:
-        say(f"{named(report)}: {_errors(report, max_errors)}")
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.errors.items()) or "no answer"
+        say(
+            f"{named(report)}: {report.failed:.1%} of the requests failed, more than the {max_errors:.1%} of "
+            f"--max-errors: {kinds}"
+        )
     return bool(refused or failed)
-
-
-def _errors(report: Report, most: float) -> str:
-    kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.errors.items()) or "no answer"
-    return f"{report.failed:.1%} of the requests failed, more than the {most:.1%} of --max-errors: {kinds}"
 
 
 def _check_positive(**numbers: Sequence[float]) -> None:

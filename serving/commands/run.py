@@ -20,7 +20,6 @@ from serving.commands.listen_options import AccessOf, PortsOf, takes_access, tak
 from serving.commands.version_options import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
 from serving.files import is_url
 from serving.log import LogFormat, server_log
-from serving.model.config_file import Pins
 from serving.server import (
     Ports,
     ServedModel,
@@ -33,7 +32,6 @@ from serving.server import (
 from serving.server.drain import MOST_S
 from serving.server.local_hosts import FleetSupervisor
 from serving.server.mirror import mirror_of
-from serving.server.private_folder import Trust
 from serving.server.releases import ReleaseFile, ReleaseFollower, read_releases, released_versions
 from serving.tables.memory_need import SHM_BYTES
 from serving.terminal.app import bytes_bar, out
@@ -136,7 +134,10 @@ def run(
         )
     signals = _Signals()
     folder = Path(repository) if mirror is None else mirror.repository
-    files = () if unload_after_s is None else _releases(folder, versions, trusted)
+    files: tuple[ReleaseFile, ...] = ()
+    if unload_after_s is not None:
+        followed = [model for model in find_models(folder) if model not in versions]
+        files = read_releases(folder, followed, None if trusted is None else trusted.keys)
     pinned = {**released_versions(files), **versions}
     common: dict[str, Any] = {
         "trust": trusted,
@@ -190,12 +191,6 @@ def _follower(server: Server, files: Sequence[ReleaseFile], unload_after_s: floa
         return None
     served = {model.name for model in server.models}
     return ReleaseFollower(server, [file for file in files if file.model in served], unload_after_s)
-
-
-def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[ReleaseFile, ...]:
-    """The release files of all models that are not pinned."""
-    models = [model for model in find_models(repository) if model not in pinned]
-    return read_releases(repository, models, None if trust is None else trust.keys)
 
 
 @contextmanager

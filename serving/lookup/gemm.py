@@ -21,7 +21,7 @@ _LARGE_WEIGHT = 1 << 14
 _PROCESSORS = Path("/proc/cpuinfo")
 
 
-def prefer_onednn(program: "torch.jit.ScriptModule", *, takes_weights: bool = False) -> None:
+def prefer_onednn(program: "torch.jit.ScriptModule", *, takes_weights: bool) -> None:
     """Make a frozen program compute products of large FP32 weights by oneDNN, if the processor is AMD's.
 
     Args:

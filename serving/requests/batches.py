@@ -138,7 +138,7 @@ class PooledBatch(Batch):
             outputs[SHARED] = embeddings[:1, is_shared]
         return outputs
 
-    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int], *, repeated: bool = True) -> Embeddings:
+    def for_scores(self, embeddings: Embeddings, numbers: Sequence[int], *, repeated: bool) -> Embeddings:
         """The pooled embeddings for the scores of some requests, one request after another, [B, D].
 
         Args:
@@ -232,7 +232,7 @@ class CombinedBatch(SequenceBatch):
         embeddings: Embeddings,
         numbers: Sequence[int],  # noqa: ARG002
         *,
-        repeated: bool = True,  # noqa: ARG002
+        repeated: bool,  # noqa: ARG002
     ) -> Embeddings:
         """As `PooledBatch.for_scores`, for its only request."""
         return embeddings[: self.samples, self.feature_set.pooled_columns]

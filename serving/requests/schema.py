@@ -160,7 +160,10 @@ class LookupSchema:
         cache_key = None if keys is None else tuple(keys)
         feature_set = self._selections.get(cache_key)
         if feature_set is None:
-            feature_set = self.all_features.subset(np.array(self._find(cache_key or ()), np.int64))
+            names = cache_key or ()
+            _expect_names("feature", names, self.all_features.keys)
+            positions = [position for name in names for position in self._positions[name]]
+            feature_set = self.all_features.subset(np.array(positions, np.int64))
             self._keep(cache_key, feature_set)
         return feature_set
 
@@ -208,11 +211,6 @@ class LookupSchema:
             self._selections.clear()
             self._selections[None] = self.all_features
         self._selections[cache_key] = feature_set
-
-    def _find(self, names: tuple[str, ...]) -> list[int]:
-        """Positions of the features that read the keys called `names`."""
-        _expect_names("feature", names, self.all_features.keys)
-        return [position for name in names for position in self._positions[name]]
 
 
 @dataclass(frozen=True, slots=True)

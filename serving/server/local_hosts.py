@@ -158,7 +158,11 @@ def _trust_in(trust: Trust | None, models: Sequence[str]) -> Trust | None:
 def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Placement:
     models = find_models(repository)
     check_pins(repository, models, pins)
-    bundles = {model: _bundles(repository / model, pins.get(model, ()), keys) for model in models}
+    bundles: dict[str, list[Bundle]] = {}
+    for model in models:
+        path = repository / model
+        served = pins.get(model) or configured_versions(read_config(path, keys), versions(path))
+        bundles[model] = [open_bundle(path / str(version), keys) for version in served]
     routers = [
         model
         for model, bundles_of_model in bundles.items()
@@ -176,12 +180,6 @@ def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Place
         tuple(other for other in models if other != router and not is_host_model(other, router)),
         _hosts(bundles[router], keys),
     )
-
-
-def _bundles(model: Path, pinned: Sequence[int], keys: TrustedKeys | None) -> list[Bundle]:
-    """The bundles of a model that are to be served."""
-    numbers = pinned or configured_versions(read_config(model, keys), versions(model))
-    return [open_bundle(model / str(version), keys) for version in numbers]
 
 
 def _hosts(routers: Sequence[Bundle], keys: TrustedKeys | None) -> dict[int, _Host]:

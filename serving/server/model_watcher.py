@@ -190,7 +190,10 @@ class ModelWatcher:
             model
             for model, config in self._served.configs.items()
             if config["backend"] == "python"
-            and any(living[model, version] < _instances(config) for version in self._served.versions[model])
+            and any(
+                living[model, version] < sum(int(group["count"]) for group in config["instance_group"])
+                for version in self._served.versions[model]
+            )
         }
 
     def _paused(self) -> set[str]:
@@ -282,7 +285,3 @@ class ModelWatcher:
     def _about(self, model: str) -> dict[str, Any]:
         """Fields for the log: the model, and the newest version that it serves."""
         return {"model": model, "version": max(self._served.versions.get(model, ()), default=None)}
-
-
-def _instances(config: Any) -> int:
-    return sum(int(group["count"]) for group in config["instance_group"])

@@ -55,7 +55,7 @@ class Endpoints:
 
 
 @contextlib.contextmanager
-def free_endpoints(access: Access, ports: Ports, drain_s: float = 0.0) -> Iterator[Endpoints]:
+def free_endpoints(access: Access, ports: Ports, drain_s: float) -> Iterator[Endpoints]:
     """Find free ports for a server. No other server of ours takes them until the block ends.
 
     Args:

@@ -98,7 +98,7 @@ class PrivateFolder(Strict, frozen=True):
                 raise TritonserverFailed(f"{self.path}: {error.strerror}: its server has ended") from error
             yield
 
-    def bring(self, model: str, version: int | None = None, serving: Iterable[int] = ()) -> None:
+    def bring(self, model: str, version: int | None, serving: Iterable[int]) -> None:
         """Copy a version and its model's settings into the folder, if a trusted key signed both.
 
         Args:

@@ -251,13 +251,15 @@ def _model(
     ready = {state.version for state in states if state.state == "READY"}
     config = control.config(name) if ready else None
     settings = None if config is None else settings_of(of_json(config))
+    shown = {} if settings is None else asdict(settings)
+    shown.pop("version", None)  # it only says how a running server loaded the model
     return ModelStatus(
         name=name,
         chosen_by=_chosen_by(name, ready, config, run),
         versions=tuple(
             _version(state, stubs, gauges.get((name, state.version), _Gauges()), settings) for state in states
         ),
-        settings={} if settings is None else _shown(settings),
+        settings=shown,
     )
 
 
@@ -314,13 +316,6 @@ def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:
         return asyncio.run(replicas_of(open_bundle(bundle).manifest, hosts_of(settings)))
     except (ServingError, KeyError):
         return ()
-
-
-def _shown(settings: ServingSettings) -> dict[str, Any]:
-    """The settings without `version`, which only says how a running server loaded the model."""
-    shown = asdict(settings)
-    del shown["version"]
-    return shown
 
 
 def _size_bytes(path: Path) -> int:

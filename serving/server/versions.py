@@ -28,7 +28,7 @@ class Switched:
 def switch(
     control: Control,
     model: str,
-    requested: Sequence[int] = (),
+    requested: Sequence[int],
     *,
     repository: Path,
     serving_on: Sequence[int] = (),
@@ -80,7 +80,7 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
         yield
 
 
-def check_loadable(model: Path, config: Any, requested: Sequence[int] = ()) -> None:
+def check_loadable(model: Path, config: Any, requested: Sequence[int]) -> None:
     """Refuse settings and bundles that the backend would refuse.
 
     Triton 2.51 may crash (`malloc_consolidate`) a few requests after it was asked repeatedly for a version that

@@ -191,16 +191,13 @@ class AppliedCopy:
             delta = None if identity is None else self._read(step)
         except Exception as error:
             why = str(error) if isinstance(error, ServingError) else f"{path}: cannot be read: {error!r}"
-            self._refuse((path, identity), why)
+            # It is tried again, because a key may be added.
+            self._refused, self._retry_at = (path, identity), time.monotonic() + _RETRY_S
+            self._state.note_stopped(why)
             return None
         self._refused, self._reading = None, (path, identity)
         self._state.note_stopped("")
         return delta
-
-    def _refuse(self, identity: object, why: str) -> None:
-        """Write into the state why the next delta is not applied. It is tried again, because a key may be added."""
-        self._refused, self._retry_at = identity, time.monotonic() + _RETRY_S
-        self._state.note_stopped(why)
 
     def _next_step(self) -> Step:
         """The next step: squashed deltas if they can be applied, else the next delta, which may not exist yet.
@@ -279,18 +276,15 @@ class AppliedCopy:
                     for target, offset, columns in parts:
                         target[offset] = columns
                 took_s = time.thread_time() - began
-                self._adapt(took_s, stop - start)
+                if stop - start >= self._rows:  # otherwise the slice was the rest of a table
+                    growth = min(2.0, _SLICE_S / max(took_s, 1e-9))
+                    self._rows = max(1, int((stop - start) * growth))
                 self._rows_left -= stop - start
                 yield took_s
                 start = stop
             rows_written += len(ids)
         self._applied = self._reading
         self._state.note_applied(delta.last_digest)
-
-    def _adapt(self, took_s: float, rows: int) -> None:
-        """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
-        if rows >= self._rows:  # otherwise the slice was the rest of a table
-            self._rows = max(1, int(rows * min(2.0, _SLICE_S / max(took_s, 1e-9))))
 
 
 def _identity(path: Path) -> object:

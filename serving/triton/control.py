@@ -174,7 +174,7 @@ class Control:
         """Send one request, and drop the answer."""
         self._call(f"v2/models/{_quoted(model)}/versions/{version}/infer", request)
 
-    def _load(self, model: str, config: Any = None) -> None:
+    def _load(self, model: str, config: Any) -> None:
         parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
         try:
             self._call(f"v2/repository/models/{_quoted(model)}/load", parameters)
