@@ -92,23 +92,22 @@ class ExportConfig:
                 raise ConfigurationError(f"dense_widths (--dense-width) {name!r}: expected > 0, got {width}")
         if self.example is not None and self.dense_widths:
             raise ConfigurationError("dense_widths (--dense-width): expected none beside an example, which has them")
-        if self.dense_widths and not self.scores:
-            raise ConfigurationError("dense_widths (--dense-width): expected --scores beside it")
-        if self.user_side and not self.scores:
-            raise ConfigurationError("user_side (--user-side): expected --scores beside it")
-        if self.labelled is not None and not self.scores:
-            raise ConfigurationError("labelled (--labelled): expected --scores beside it")
+        needs_scores = {
+            "dense_widths (--dense-width)": self.dense_widths,
+            "user_side (--user-side)": self.user_side,
+            "labelled (--labelled)": self.labelled,
+            "serving: score_threads": self.serving and self.serving.score_threads,
+            "dense_dtype (--dense-dtype)": self.dense_dtype is not DenseDtype.FP32,
+            "compile (--compile)": self.compile,
+        }
+        for setting, value in needs_scores.items():
+            if value and not self.scores:
+                raise ConfigurationError(f"{setting}: expected --scores beside it")
         if self.labelled is not None and self.sharding.hosts_as_models:
             raise ConfigurationError(
                 "labelled (--labelled): expected no --hosts-as-models beside it: a router scores when its hosts are "
                 "served: measure the same export without hosts"
             )
-        if self.serving is not None and self.serving.score_threads is not None and not self.scores:
-            raise ConfigurationError("serving: score_threads: expected --scores beside it")
-        if self.dense_dtype is not DenseDtype.FP32 and not self.scores:
-            raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
-        if self.compile is not None and not self.scores:
-            raise ConfigurationError("compile (--compile): expected --scores beside it")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
         """The dtype set for `table`, or None."""

@@ -70,6 +70,11 @@ def size_text(size_bytes: int) -> str:
     return decimal(size_bytes).replace("bytes", "B").replace("byte", "B")
 
 
+def error_text(error: float) -> str:
+    """Write an error with two digits, or "0"."""
+    return f"{error:.1e}" if error else "0"
+
+
 def _named(kind: type[E]) -> Callable[[str, str], E]:
     """A function that reads a member of `kind` by name, such as int8; other names raise ConfigurationError."""
 

@@ -27,6 +27,7 @@ EXPORT_MAY_IMPORT = {
     "serving.model": "a new model gets its config.pbtxt, and [serving] its settings",
     "serving.bench": "`tbe-export compare` draws its requests and its figures as `tbe-serve bench` does",
     "serving.files": "files are read and replaced as serving does it",
+    "serving.range_file": "zip files and Parquet files are read in ranges by one file",
     "serving.ordered_map": "rows are stored and files are read by one map over threads",
     "serving.terminal": "both programs speak in one way",
     "serving.pins": "both programs check the same versions",

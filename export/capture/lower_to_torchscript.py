@@ -91,7 +91,9 @@ class _Converter:
                 if isinstance(copy, fx.Node):
                     copy.meta["stack_trace"] = node.meta.get("stack_trace")  # for messages with lines
         copies = [(self._copies[node], dim) for node, dim in outputs]
-        self._graph.output(tuple(self._method("movedim", copy, dim, 0) if dim else copy for copy, dim in copies))
+        self._graph.output(
+            tuple(self._calls.method("movedim", copy, dim, 0) if dim else copy for copy, dim in copies)
+        )
         for node in list(self._graph.nodes):
             if node.op == "get_attr" and not node.users:  # a weight of a layer, which is called as a module
                 self._graph.erase_node(node)
@@ -184,7 +186,7 @@ class _Converter:
             self._embeddings = placeholder
         if node is None:  # ids are int64, as requests bring them
             return placeholder
-        return self._operator(torch.ops.aten.to, placeholder, node.meta["val"].dtype)
+        return self._calls.operator(torch.ops.aten.to, placeholder, node.meta["val"].dtype)
 
     def _expect_only_ids(self, node: fx.Node, path: str) -> None:
         """Refuse a tensor of the example with columns that are not ids of keys."""
@@ -199,15 +201,17 @@ class _Converter:
     def _tensor_of_ids(self, path: str, node: fx.Node) -> fx.Node:
         """The tensor of the example at `path`, computed from the ids of its keys."""
         columns = {key: source.columns for key, source in self._signature.id_columns.items() if source.path == path}
-        blocks = [self._method("view", self._copies[ids_of(key)], -1, len(group)) for key, group in columns.items()]
-        joined = blocks[0] if len(blocks) == 1 else self._operator(torch.ops.aten.cat, blocks, 1)
+        blocks = [
+            self._calls.method("view", self._copies[ids_of(key)], -1, len(group)) for key, group in columns.items()
+        ]
+        joined = blocks[0] if len(blocks) == 1 else self._calls.operator(torch.ops.aten.cat, blocks, 1)
         joined_columns = [column for group in columns.values() for column in group]
         if joined_columns != sorted(joined_columns):
             order = torch.tensor([joined_columns.index(column) for column in range(len(joined_columns))])
-            joined = self._operator(torch.ops.aten.index_select, joined, 1, self._attribute(order))
+            joined = self._calls.operator(torch.ops.aten.index_select, joined, 1, self._attribute(order))
         example = node.meta["val"]
-        cast = self._operator(torch.ops.aten.to, joined, example.dtype)
-        return self._method("view", cast, -1, *example.shape[1:])
+        cast = self._calls.operator(torch.ops.aten.to, joined, example.dtype)
+        return self._calls.method("view", cast, -1, *example.shape[1:])
 
     def _attribute(self, tensor: Tensor) -> fx.Node:
         """A tensor of the model, or a constant."""
@@ -222,7 +226,7 @@ class _Converter:
         if node.op == "get_attr":
             return self._attribute(attribute_of(self._module, str(node.target)))
         if self._is_batch_size(node):
-            return self._method("size", self._embeddings, 0)
+            return self._calls.method("size", self._embeddings, 0)
         args = fx.map_arg(node.args, self._copies.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._copies.__getitem__)
         name = str(node.target)
@@ -244,9 +248,3 @@ class _Converter:
         """The tensor of the model that a node is, or None."""
         is_attribute = isinstance(node, fx.Node) and node.op == "get_attr"
         return attribute_of(self._module, str(node.target)) if is_attribute else None
-
-    def _operator(self, target: Any, *args: Any) -> fx.Node:
-        return self._graph.call_function(target, args)
-
-    def _method(self, name: str, *args: Any) -> fx.Node:
-        return self._graph.call_method(name, args)

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
-from export.values import size_text
+from export.values import error_text, size_text
 from serving.bundle.id_maps import IdMap
 from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, steps_in
 from serving.bundle.load import Bundle, versions
@@ -197,14 +197,14 @@ def show_parity(parity: Iterable[Parity]) -> None:
     for of_table in parity:
         table.add_row(
             of_table.table,
-            _error(of_table.quantized.largest),
-            _error(of_table.limit),
+            error_text(of_table.quantized.largest),
+            error_text(of_table.limit),
             f"{of_table.quantized.cosine:.6f}",
             *(
-                _error(step.largest) if step else "–"
+                error_text(step.largest) if step else "–"
                 for step in (of_table.sharded, of_table.scripted, of_table.reloaded)
             ),
-            _error(of_table.trained.largest) if of_table.trained else "–",
+            error_text(of_table.trained.largest) if of_table.trained else "–",
         )
     out.print(table)
     _explain(
@@ -235,10 +235,10 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
             output.name,
             _typed(output),
             f"{parity.scale:.3g}",
-            _error(parity.scripted),
-            _error(parity.merged),
-            "–" if parity.trained is None else _error(parity.trained),
-            "–" if parity.trained_mean is None else _error(parity.trained_mean),
+            error_text(parity.scripted),
+            error_text(parity.merged),
+            "–" if parity.trained is None else error_text(parity.trained),
+            "–" if parity.trained_mean is None else error_text(parity.trained_mean),
         )
     out.print(table)
     _explain(
@@ -323,7 +323,9 @@ def show_verification(verification: "Verification") -> None:
             # All steps but the first compare answers to a probe, in which a "row" is a sample.
             worst = f"{step.worst_row:,}" if step.largest else "–"
             worst += "" if step is parity.quantized or worst == "–" else " (probe)"
-            table.add_row(parity.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
+            table.add_row(
+                parity.table, name, error_text(step.largest), error_text(step.mean), f"{step.cosine:.8f}", worst
+            )
         table.add_section()
     out.print(table)
     _explain(
@@ -356,11 +358,6 @@ def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:
         table.add_row(name, f"{auc.served:.5f}", trained, f"{auc.samples:,}")
     out.print(table)
     _explain("served: the bundle's scores; trained: the trained model's scores; – if it was not run")
-
-
-def _error(error: float) -> str:
-    """Write an error with two digits, or "0"."""
-    return f"{error:.1e}" if error else "0"
 
 
 def _where(report: PlanReport, ranks: set[int]) -> str:

@@ -15,7 +15,7 @@ from export.compare.auc_figures import MOST_TABLES
 from export.compare.dtype_study import DtypeStudy, Measured, MeasuredBundle
 from export.compare.figures import NARROW, WIDE, Picture, draw
 from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
-from export.values import size_text
+from export.values import error_text, size_text
 from serving.errors import ConfigurationError
 from serving.files import replacing
 
@@ -187,7 +187,7 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
         "bytes": _bytes,
         "ratio": _ratio,
         "unbroken": _unbroken,
-        "error": _error,
+        "error": error_text,
         "score": _score,
     }
     return environment.get_template("page.html").render(
@@ -229,7 +229,3 @@ def _bytes(size_bytes: int) -> str:
 
 def _score(number: float) -> str:
     return f"{round(number, 5) + 0.0:.5f}"  # no -0.00000
-
-
-def _error(number: float) -> str:
-    return f"{number:.1e}" if number else "0"

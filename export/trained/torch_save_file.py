@@ -19,6 +19,7 @@ import torch
 from export.errors import CheckpointError
 from export.trained.checkpoint_files import CheckpointFile
 from export.trained.stored_tensors import InFile, StoredTensor, UnreadableTensor
+from serving.range_file import RangeFile
 
 # The most levels of nested dicts that are searched.
 _MAX_DEPTH = 64
@@ -71,29 +72,6 @@ def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = No
     return archive
 
 
-class _View(io.RawIOBase):
-    """A range of bytes of a file, as a file of its own."""
-
-    def __init__(self, file: CheckpointFile, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = max(0, offset + (0, self._position, self._length)[whence])
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
-        buffer[:count] = self._file.read_bytes(self._start + self._position, count)
-        self._position += count
-        return count
-
-
 class _Records:
     """The records of an archive. Their names are without the name of the archive."""
 
@@ -104,7 +82,8 @@ class _Records:
                 f"{file.path}: expected an archive of torch.save, found the format from before torch 1.6: load "
                 "it and save it again with torch.save"
             )
-        with zipfile.ZipFile(io.BufferedReader(_View(file, start, length))) as archive:
+        archive_file = RangeFile(length, lambda first, count: file.read_bytes(start + first, count))
+        with zipfile.ZipFile(io.BufferedReader(archive_file)) as archive:
             self._infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             directory = archive.start_dir
         if "constants.pkl" in self._infos:

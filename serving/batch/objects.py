@@ -2,12 +2,12 @@
 
 import fnmatch
 import io
-import os
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, BinaryIO, NamedTuple
 
 from serving.errors import ConfigurationError
+from serving.range_file import RangeFile
 from serving.store import Store
 
 # Bytes that are read at once: a request to a store takes tens of milliseconds, however little it reads.
@@ -67,7 +67,11 @@ class Objects(Store):
 
     def open(self, name: str, state: ObjectState) -> BinaryIO:
         """A file that reads an object."""
-        return io.BufferedReader(_Reader(self, name, state), READ_BYTES)
+
+        def read_range(start: int, length: int) -> bytes:
+            return self.read_range(name, state, start, start + length)
+
+        return io.BufferedReader(RangeFile(state.size_bytes, read_range), READ_BYTES)
 
     def write_file(self, name: str, file: BinaryIO) -> None:
         """Write an object, whole or not at all, from the start of a file."""
@@ -81,38 +85,6 @@ class Objects(Store):
         for name in names:
             with self._asking(name):
                 self._obstore.delete(self._store, name)
-
-
-class _Reader(io.RawIOBase):
-    """The bytes of an object, read where they are asked for."""
-
-    def __init__(self, objects: Objects, name: str, state: ObjectState) -> None:
-        self._objects, self._name, self._state = objects, name, state
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._state.size_bytes}[whence]
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        start = self._position
-        stop = min(start + len(buffer), self._state.size_bytes)
-        if stop <= start:
-            return 0
-        content = self._objects.read_range(self._name, self._state, start, stop)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
 
 
 @cache

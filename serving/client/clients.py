@@ -449,23 +449,22 @@ class AsyncLookupClient(_Client, AsyncClosing):
 
     async def _streamed(self, stream: AnswerStream) -> AsyncIterator[Any]:
         tasks: deque[asyncio.Task[Answered]] = deque()
+        patient_caller = partial(self._caller, stream.timeout_s, is_patient=True)
+
+        async def oldest_answers() -> Sequence[Any]:
+            return await stream.join(patient_caller(), await tasks.popleft())
+
         number = 0
         try:
             async for batch in stream.read_async():
                 for chunk in await stream.chunks(self._caller(stream.timeout_s), number, batch):
-                    tasks.append(
-                        asyncio.create_task(stream.answer(self._caller(stream.timeout_s, is_patient=True), chunk))
-                    )
+                    tasks.append(asyncio.create_task(stream.answer(patient_caller(), chunk)))
                     if len(tasks) == stream.in_flight:
-                        for answer in await stream.join(
-                            self._caller(stream.timeout_s, is_patient=True), await tasks.popleft()
-                        ):
+                        for answer in await oldest_answers():
                             yield answer
                 number += 1
             while tasks:
-                for answer in await stream.join(
-                    self._caller(stream.timeout_s, is_patient=True), await tasks.popleft()
-                ):
+                for answer in await oldest_answers():
                     yield answer
             stream.finish()
         finally:

@@ -47,11 +47,6 @@ class LocalFleet:
         """The gRPC address of each host, by its number."""
         return {number: server.grpc for number, server in self.hosts.items()}
 
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """All servers; the router's is the last."""
-        return (*self.hosts.values(), self.router)
-
 
 @dataclass(frozen=True, slots=True)
 class _Host:

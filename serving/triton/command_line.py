@@ -64,10 +64,8 @@ def _has_loaded_a_backend(process: Path) -> bool:
 # The protocols that clients need a key for. A client that may load a model can run code in the server. One that may
 # register shared memory can read and write the server's own. One that may set logs and traces can write files.
 RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
-# The header that carries the key. Over gRPC it has a prefix. Source: docs/customization_guide/inference_protocols.md
-# of Triton.
+# The header that carries the key.
 KEY_HEADER = "tbe-serving-key"
-GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
 _LOAD = "--load-model"
 _AGE = "--grpc-max-connection-age"
 # The default of --exit-timeout-secs.

@@ -48,11 +48,11 @@ class Stub:
 
     def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP stopped the process. Debuggers do not count: proc_pid_stat(5)."""
-        return _proc(self.process, "stat").rpartition(")")[2].split()[:1] == ["T"]
+        return _stat(self.process).rpartition(")")[2].split()[:1] == ["T"]
 
     def page_reads(self) -> int:
         """How often the process waited for the disk: its major faults, proc_pid_stat(5)."""
-        fields = _proc(self.process, "stat").rpartition(")")[2].split()
+        fields = _stat(self.process).rpartition(")")[2].split()
         return int(fields[9]) if fields else 0
 
 
@@ -72,9 +72,9 @@ def living_stubs(server: int) -> Iterator[Stub]:
             yield Stub(bundle.parent.name, int(bundle.name), child, bundle)
 
 
-def _proc(process: psutil.Process, name: str) -> str:
-    """A file of proc(5); empty when the process has ended."""
+def _stat(process: psutil.Process) -> str:
+    """The file of proc_pid_stat(5); empty when the process has ended."""
     try:
-        return (Path("/proc") / str(process.pid) / name).read_text(errors="surrogateescape")
+        return Path(f"/proc/{process.pid}/stat").read_text(errors="surrogateescape")
     except OSError:
         return ""

@@ -18,7 +18,7 @@ from serving.client import LookupClient, Retries, Tls
 from serving.errors import AccessDenied, ServerUnavailable, ServingError
 from serving.server import Access, Control, Server, run_server
 from serving.server.run_file import find_run_file
-from serving.triton.command_line import GRPC_KEY_HEADER
+from serving.triton.command_line import KEY_HEADER
 from tests.support.certificates import write_certificates
 from tests.support.commands import tbe_export
 from tests.support.long_cases import one_in
@@ -122,7 +122,7 @@ def test_what_lookups_need_is_open(closed: tuple[Server, Path]) -> None:
 def test_with_the_key_all_is_open(closed: tuple[Server, Path]) -> None:
     server, _ = closed
     with triton.InferenceServerClient(server.grpc) as client:
-        headers = {GRPC_KEY_HEADER: server.key}
+        headers = {f"triton-grpc-protocol-{KEY_HEADER}": server.key}
         assert client.get_model_repository_index(headers=headers).models[0].name == "m"
         assert client.get_system_shared_memory_status(headers=headers) is not None
     assert server.control(10).ready("m") == (1,)
