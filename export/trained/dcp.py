@@ -11,7 +11,7 @@ a name makes a Part, and a state becomes the attributes of the Part.
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -196,7 +196,11 @@ def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTensor]:
     try:
         metadata = msgspec.convert(read_parts(files.open(METADATA)), _Metadata, from_attributes=True)
         storages = {_key(index): storage for index, storage in metadata.storage_data.items()}
-        tensors = dict(_tensors(metadata))
+        tensors = {
+            key: msgspec.convert(part, _Stored, from_attributes=True)
+            for key, part in metadata.state_dict_metadata.items()
+            if isinstance(part, TensorPart)
+        }
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(
             f"{path / METADATA}: expected the metadata of torch.distributed.checkpoint: {error}"
@@ -207,12 +211,6 @@ def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTensor]:
 def _key(index: object) -> tuple[str, tuple[int, ...]]:
     parsed = msgspec.convert(index, _Index, from_attributes=True)
     return parsed.fqn, parsed.offset or ()
-
-
-def _tensors(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
-    for key, part in metadata.state_dict_metadata.items():
-        if isinstance(part, TensorPart):
-            yield key, msgspec.convert(part, _Stored, from_attributes=True)
 
 
 def _table(path: Path, key: str, stored: _Stored, storages: _Storages, files: CheckpointFiles) -> InChunks:

@@ -199,7 +199,9 @@ class Answerer:
             handover.tensors[position] = tensors
             handover.accepted[position] = accept(self._engine.schema, tensors, self._limits)
         except InvalidRequest as error:
-            self._refuse(handover, position, error)
+            self._count_refused(error)
+            handover.outcomes[position] = error
+            self._record(handover, position, f"refused: {error.reason.value}")
         except (ModelNotFound, HostUnavailable) as error:
             handover.outcomes[position] = error
         except Exception:
@@ -272,11 +274,6 @@ class Answerer:
         if self._spans is not None:
             hosts = self._engine.ranks.host_times
             self._spans.end(begun, self._backlog.started, [*times, perf_counter()], hosts, outcomes)
-
-    def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:
-        self._count_refused(error)
-        handover.outcomes[position] = error
-        self._record(handover, position, f"refused: {error.reason.value}")
 
     def _count_refused(self, error: InvalidRequest) -> None:
         self._metrics.count_invalid(error)

@@ -86,7 +86,8 @@ class ObjectOutput:
         else:
             # Objects of unfinished parts stay: this run, or another one of the same journal, writes the same bytes.
             bases = {name for part in incomplete for name in (part, f"{part}.jsonl")}
-            self._objects.delete(name for name in sorted(names) if _is_ours(name) and _base(name) in bases)
+            incomplete_names = {name for name in names if _is_ours(name) and name.rpartition("/")[2] in bases}
+            self._objects.delete(sorted(incomplete_names))
         return finished
 
     def _finished(self, name: str) -> str:
@@ -151,7 +152,3 @@ def _is_ours(name: str) -> bool:
     *folders, base = name.split("/")
     is_part = base.startswith("part-") and base.endswith(".parquet") and all("=" in folder for folder in folders)
     return is_part or folders in ([_ERRORS], [_FINISHED])
-
-
-def _base(name: str) -> str:
-    return name.rpartition("/")[2]

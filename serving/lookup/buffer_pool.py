@@ -49,16 +49,12 @@ class BufferPool:
         return block
 
 
-def _nobody() -> None:
-    return None
-
-
 @dataclass(eq=False, slots=True)
 class _Block:
     """Memory, and a weak reference to the array over it."""
 
     memory: Tensor
-    user: Callable[[], Any] = _nobody
+    user: Callable[[], Any] = lambda: None
 
     def use(self, rows: int, columns: int) -> npt.NDArray[Any]:
         # The base of this array is a tensor instead of an array, so numpy makes the array the base of all its views.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import HostBundle
-from serving.client.connection import Connection, Tls
+from serving.client.connection import Connection
 from serving.errors import ConfigurationError, HostUnavailable, InternalError, ModelNotFound, ServingError
 from serving.files import Strict
 from serving.router.host import Host, host_of
@@ -175,17 +175,8 @@ async def _resolved(connection: Connection, address: str) -> list[Connection]:
         infos = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError:
         return [replace(connection, addresses=[address])]  # gRPC's error says why it cannot be resolved
+    tls = connection.tls
+    if tls is not None and tls.server_name is None:
+        tls = replace(tls, server_name=name)  # an IP address would be expected in the certificate
     ips = dict.fromkeys(str(info[4][0]) for info in infos)
-    return [
-        replace(
-            connection,
-            addresses=[f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"],
-            tls=_named(connection.tls, name),
-        )
-        for ip in ips
-    ]
-
-
-def _named(tls: Tls | None, name: str) -> Tls | None:
-    """TLS to an IP address that expects `name` in the server's certificate, unless another name is configured."""
-    return tls if tls is None or tls.server_name is not None else replace(tls, server_name=name)
+    return [replace(connection, addresses=[f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"], tls=tls) for ip in ips]
