@@ -186,10 +186,10 @@ class DeltaStore(Store):
                             self._obstore.delete(self._store, f"{model}/{lineage}/{signature.name}")
                     return False
         with suppress(ServerUnavailable):  # it is published, and missing copies are fetched later
-            there = self._listed(model, lineage, int(path.name[:12]) - 1)
+            listed = self._listed(model, lineage, int(path.name[:12]) - 1)
             for file, file_content in files:
-                if file.name in there:  # otherwise it was just removed
-                    _put(file, [file_content], there[file.name])
+                if file.name in listed:  # otherwise it was just removed
+                    _put(file, [file_content], listed[file.name])
         return True
 
     def steps(self, model: str, lineage: str) -> list[Step]:

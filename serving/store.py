@@ -119,8 +119,8 @@ class Store:
         name = f"{model}/{version}"
         text = self.read(f"{name}/{MANIFEST}")
         if text is None:
-            there = list(versions_in(self.names()).get(model, ()))
-            raise ConfigurationError(f"{self.url}/{model}: expected one of versions {there}, got {version}")
+            stored = list(versions_in(self.names()).get(model, ()))
+            raise ConfigurationError(f"{self.url}/{model}: expected one of versions {stored}, got {version}")
         target = repository / model / str(version)
         if self._is_there(target, text):
             return False

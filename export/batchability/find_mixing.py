@@ -51,8 +51,8 @@ def find_mixing(
     if buffers := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(buffers.values())!r} changes"
     if scripted is not None:
-        few = inputs.select(torch.arange(_COMPARED_SAMPLES)).tensors(jagged)
-        if only_scripted := _operators(scripted, few) - _operators(trace.program.module(), few):
+        compared = inputs.select(torch.arange(_COMPARED_SAMPLES)).tensors(jagged)
+        if only_scripted := _operators(scripted, compared) - _operators(trace.program.module(), compared):
             return f"{min(only_scripted)[0]}, which only TorchScript runs: the model's code differs there"
     names = [str(name) for name in program.graph_signature.user_inputs]
     if trace.depends_on_ids:

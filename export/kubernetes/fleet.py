@@ -190,7 +190,7 @@ def read_fleet(
         raise ConfigurationError(f"--hosts-also: expected a router, got {path}, which has no hosts")
     routers = [bundle]
     if hosts_also is not None and hosts_also != version:
-        routers.append(_other(bundle, hosts_also, trusted))
+        routers.append(_router_of_version(bundle, hosts_also, trusted))
     host_bundles = _bundles_of_hosts(routers, trusted)
     hosts = tuple(
         Member(
@@ -238,7 +238,7 @@ def check_deltas(fleet: Fleet, options: PodOptions) -> None:
         )
 
 
-def _other(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
+def _router_of_version(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
     """Another version of a router, with the same hosts."""
     other = open_bundle(router.path.parent / str(version), trusted)
     expected, got = ([(host.host, host.model) for host in one.manifest.hosts] for one in (router, other))

@@ -98,7 +98,7 @@ def pod_template(fleet: Fleet, member: Member, options: PodOptions) -> Object:
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "affinity": {"podAntiAffinity": _apart(fleet, member)},
+        "affinity": {"podAntiAffinity": _anti_affinity(fleet, member)},
         "topologySpreadConstraints": [_over_zones(fleet, member)],
         "initContainers": before_server(fleet, member, options),
         "containers": [server(fleet, member, options)],
@@ -108,7 +108,7 @@ def pod_template(fleet: Fleet, member: Member, options: PodOptions) -> Object:
     return {"metadata": {"labels": labels_of(fleet, member), "annotations": annotations}, "spec": spec}
 
 
-def _apart(fleet: Fleet, member: Member) -> Object:
+def _anti_affinity(fleet: Fleet, member: Member) -> Object:
     """Anti-affinity. Replicas of a host must be on different nodes: a lost node takes only one. Others should be."""
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels_of(fleet, member)}}
     if member.host is not None:

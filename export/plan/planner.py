@@ -222,9 +222,9 @@ def check_fits(tables: Sequence[Table], plan: Plan, limits: Sequence[int | None]
         total = sum(size for size, _ in shards)
         if limit is not None and total > limit:
             size, name = max(shards)
-            who, what_to_do = _named(plan, rank)
+            holder, what_to_do = _named(plan, rank)
             raise PlanError(
-                f"{who} would hold {total:,} bytes, {total - limit:,} more than its {limit:,}: "
+                f"{holder} would hold {total:,} bytes, {total - limit:,} more than its {limit:,}: "
                 f"its largest shard is {size:,} bytes of table {name!r}: give {what_to_do}"
             )
 

@@ -142,8 +142,8 @@ def compile_dense_part(
     variations = [] if example is None else [*varied_requests(inputs, columns)]
     if user_module is None:
         _expect_parity(model, subgraph, module, columns, run, probes, variations)
-    few = [inputs.select(torch.arange(samples)) for samples in _FEW_SAMPLES]
-    requests = [*probes, *few, *(request for _, request in variations)]
+    small_requests = [inputs.select(torch.arange(samples)) for samples in _FEW_SAMPLES]
+    requests = [*probes, *small_requests, *(request for _, request in variations)]
     is_own = user_module is not None
     trace = DenseTrace(_without_writes(module, subgraph, inputs), inputs, subgraph.jagged)
     formats = compile_formats(model, trace, subgraph, dtype, requests, native, is_own=is_own)

@@ -103,8 +103,8 @@ class Checkpoint:
         """One line about the keys that were taken from the checkpoint; None for the weights of a module."""
         if self._matched is None:
             return None
-        under = f"`{self._matched.prefix}` of " if self._matched.prefix else ""
-        return f"weights from {under}{Path(self._source).name}; {counted(self._matched.unused, 'key')} unused"
+        prefix = f"`{self._matched.prefix}` of " if self._matched.prefix else ""
+        return f"weights from {prefix}{Path(self._source).name}; {counted(self._matched.unused, 'key')} unused"
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.

@@ -212,9 +212,9 @@ class _Layer:
         for part, weight in self._weights.values():
             groups.setdefault(part.size[:-1], []).append((part, weight))
         for group in groups.values():
-            beside = [entry for entry in group if entry[0].node not in wide]
+            narrow = [entry for entry in group if entry[0].node not in wide]
             layers: list[Part] = []
-            for entries in (beside, *([entry] for entry in group if entry[0].node in wide)):
+            for entries in (narrow, *([entry] for entry in group if entry[0].node in wide)):
                 if not entries:
                     continue
                 bias = None

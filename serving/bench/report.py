@@ -139,8 +139,8 @@ def refusal(traffic: Traffic, repeats: Sequence[Repeat]) -> str | None:
 
 def named(outcome: Report | Refusal) -> str:
     """The name of the traffic: "8" clients, "2 × 8" with two samples a request, or "100/s"."""
-    who = f"{outcome.clients}" if outcome.clients else f"{outcome.rate:g}/s"
-    return who if outcome.samples is None else f"{outcome.samples} × {who}"
+    load = f"{outcome.clients}" if outcome.clients else f"{outcome.rate:g}/s"
+    return load if outcome.samples is None else f"{outcome.samples} × {load}"
 
 
 def table(reports: Sequence[Report]) -> Table:

@@ -290,9 +290,9 @@ def _all_features(manifest: Manifest, id_maps: IdMaps | None) -> FeatureSet:
 
 def _expect_names(what: str, names: tuple[str, ...], valid_names: tuple[str, ...]) -> None:
     """Refuse names that are unknown or repeated, and an empty list."""
-    there = {*valid_names}
+    valid = {*valid_names}
     for name in names:
-        if name not in there:
+        if name not in valid:
             one_of = quoted(dict.fromkeys(valid_names))
             raise InvalidRequest(f"{what} {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if not names:

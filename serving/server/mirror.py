@@ -117,16 +117,16 @@ class Mirror:
         """
         all_gone = True
         for model in [path for path in self.repository.iterdir() if path.is_dir()]:
-            there = stored.get(model.name, ())
-            absent = [number for number in versions(model) if number not in there]
+            stored_versions = stored.get(model.name, ())
+            absent = [number for number in versions(model) if number not in stored_versions]
             open_versions = [number for number in absent if not remove_version(model / str(number))]
             all_gone = all_gone and not open_versions
-            if open_versions and (not there or max(open_versions) > max(there)):
+            if open_versions and (not stored_versions or max(open_versions) > max(stored_versions)):
                 raise ConfigurationError(
                     f"{model}: {self._store.url} no longer has version {max(open_versions)}, which a server has "
                     "open: name another folder, --cache"
                 )
-            if not there:
+            if not stored_versions:
                 shutil.rmtree(model)
                 for path in (release := release_path(model), signature_of(release)):
                     path.unlink(missing_ok=True)
@@ -202,9 +202,9 @@ def mirror_of(
             pass
     except (ServerUnavailable, BundleError) as problem:
         begun = {path.parent.name for path in repository.glob(f"*/{CONFIG}")}
-        there = {(path.parent.parent.name, path.parent.name) for path in repository.glob(f"*/*/{MANIFEST}")}
+        pulled = {(path.parent.parent.name, path.parent.name) for path in repository.glob(f"*/*/{MANIFEST}")}
         pinned = {(model, str(version)) for model, numbers in pins.items() for version in numbers}
-        if not begun or begun != {model for model, _ in there} or not pinned <= there:
+        if not begun or begun != {model for model, _ in pulled} or not pinned <= pulled:
             raise
         mirror.problem = problem
     return mirror

@@ -98,9 +98,9 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int]) -> None:
     """
     if OURS not in config.parameters:
         return
-    settings, there = settings_of(config), versions(model)
-    for version in requested or configured_versions(config, there):
-        if version in there:
+    settings, published = settings_of(config), versions(model)
+    for version in requested or configured_versions(config, published):
+        if version in published:
             manifest = open_bundle(model / str(version)).manifest
             if manifest.hosts:
                 hosts_of(settings).check(manifest)
@@ -110,9 +110,9 @@ def check_loadable(model: Path, config: Any, requested: Sequence[int]) -> None:
     check_capture(settings, model.name)
 
 
-def configured_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
+def configured_versions(config: Any, published: Sequence[int]) -> Sequence[int]:
     """The existing versions that config.pbtxt names, oldest first."""
     policy = config.version_policy
     if policy.WhichOneof("policy_choice") == "specific":
         return tuple(policy.specific.versions)
-    return there if policy.HasField("all") else there[-(policy.latest.num_versions or 1) :]
+    return published if policy.HasField("all") else published[-(policy.latest.num_versions or 1) :]

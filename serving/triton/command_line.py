@@ -178,7 +178,7 @@ def loaded_by(options: Sequence[str]) -> set[str]:
 
 def exit_timeout_of(options: Sequence[str]) -> float:
     """The maximum time that a stopping server with these options waits for running requests, in seconds."""
-    return _said(options, "--exit-timeout-secs", _EXIT_TIMEOUT_S)
+    return _option_value(options, "--exit-timeout-secs", _EXIT_TIMEOUT_S)
 
 
 def connection_age_of(options: Sequence[str]) -> float:
@@ -186,10 +186,10 @@ def connection_age_of(options: Sequence[str]) -> float:
 
     gRPC draws each connection's time from 0.9 to 1.1 of the option (MAX_CONNECTION_AGE of its proposal A9).
     """
-    return 1.1e-3 * _said(options, _AGE, math.inf)
+    return 1.1e-3 * _option_value(options, _AGE, math.inf)
 
 
-def _said(options: Sequence[str], name: str, default: float) -> float:
+def _option_value(options: Sequence[str], name: str, default: float) -> float:
     """The number of an option, as "NAME=N" or as "NAME", "N". If the option is repeated, the last one counts."""
     number = default
     for option, following in zip_longest(options, options[1:], fillvalue=""):
