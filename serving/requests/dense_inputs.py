@@ -86,18 +86,16 @@ def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nul
             error = error.moved(error.item, "sample")
         elif lengths is not None:
             error = error.in_bags(lengths)
-        raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
+        raise _refusal(dense_input.name, f"numbers: {error}") from error
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"dense input {dense_input.name!r}: expected numbers: {error}", Reason.DENSE) from error
+        raise _refusal(dense_input.name, f"numbers: {error}") from error
     return np.ascontiguousarray(_shaped(dense_input, array))
 
 
 def _exact(dense_input: DenseInput, array: Array, numbers: Any) -> Array:
     """An array in the input's dtype, without changed integers. `numbers`: the input that the array was made of."""
     if array.dtype.kind not in "fiub":
-        raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected real numbers, got {array.dtype}", Reason.DENSE
-        )
+        raise _refusal(dense_input.name, f"real numbers, got {array.dtype}")
     if dense_input.dtype is InputDtype.FP32:
         if array.dtype != np.float32:
             _check_fits(dense_input.name, array, numbers)
@@ -124,11 +122,7 @@ def _rows(dense_input: DenseInput, rows: Any, lengths: Lengths | None, nulls: Nu
         if len(jagged.lengths) == len(lengths):
             sample = int(np.argmax(jagged.lengths != lengths))
             got = f"{jagged.lengths[sample]} rows for the {lengths[sample]} ids of sample {sample}"
-        raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected bags with a row for each id of {dense_input.key!r}, got "
-            f"{got}",
-            Reason.DENSE,
-        )
+        raise _refusal(dense_input.name, f"bags with a row for each id of {dense_input.key!r}, got {got}")
     no_rows = np.zeros((0, *dense_input.shape), dense_input.dtype.numpy)
     return jagged.values if len(jagged.values) else no_rows, jagged.lengths
 
@@ -139,27 +133,17 @@ def _check_exact(dense_input: DenseInput, array: Array, numbers: npt.ArrayLike) 
         return  # numpy says of [] that it is float64
     kinds, what = ("b", "booleans") if dense_input.dtype is InputDtype.BOOL else ("iu", "integers")
     if array.dtype.kind not in kinds:
-        raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected {what}, which travel as {dense_input.dtype.value}, "
-            f"got {array.dtype}",
-            Reason.DENSE,
-        )
+        raise _refusal(dense_input.name, f"{what}, which travel as {dense_input.dtype.value}, got {array.dtype}")
     if dense_input.dtype is InputDtype.BOOL:
         return
     if has_boolean(_as_objects(numbers)):
-        raise InvalidRequest(
-            f"dense input {dense_input.name!r}: expected integers, which travel as {dense_input.dtype.value}, "
-            "got a boolean among them",
-            Reason.DENSE,
+        raise _refusal(
+            dense_input.name, f"integers, which travel as {dense_input.dtype.value}, got a boolean among them"
         )
     limits = np.iinfo(dense_input.dtype.numpy)
     for number in (int(array.min()), int(array.max())):
         if not limits.min <= number <= limits.max:
-            raise InvalidRequest(
-                f"dense input {dense_input.name!r}: expected integers that fit {dense_input.dtype.value}, "
-                f"got {number}",
-                Reason.DENSE,
-            )
+            raise _refusal(dense_input.name, f"integers that fit {dense_input.dtype.value}, got {number}")
 
 
 def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
@@ -173,13 +157,13 @@ def _check_fits(name: str, array: Array, numbers: npt.ArrayLike) -> None:
         with np.errstate(over="ignore"):
             rounded = float(np.float32(number))
         if math.isinf(rounded) and not math.isinf(number):
-            raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {number:g}", Reason.DENSE)
+            raise _refusal(name, f"numbers of FP32, got {number:g}")
         with suppress(TypeError):  # it is not an integer
             if (integer := operator.index(number)) != rounded:
-                raise InvalidRequest(
-                    f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, "
-                    f"got the integer {integer}, which it would round to {rounded:.0f}",
-                    Reason.DENSE,
+                raise _refusal(
+                    name,
+                    f"numbers of FP32, which has all integers up to {_LAST_INTEGER}, got the integer {integer}, "
+                    f"which it would round to {rounded:.0f}",
                 )
 
 
@@ -224,7 +208,7 @@ def accept_dense(
         shape = (1 if is_shared else samples, *dense_input.shape)
         if array is None or not _is_valid(dense_input, array, shape):
             _expect_known(inputs, dense)
-            raise _refusal(dense_input, shape, "all samples" if is_shared else "each sample", array)
+            raise _unacceptable(dense_input, shape, "all samples" if is_shared else "each sample", array)
         accepted.append(np.broadcast_to(array, (samples, *dense_input.shape)) if is_shared else array)
     if len(dense) > len(accepted):
         _expect_known(inputs, dense)
@@ -243,7 +227,7 @@ def _accepted_by_id(
     array, shape = dense.get(dense_input.name), (ids, *dense_input.shape)
     if array is None or not _is_valid(dense_input, array, shape):
         _expect_known(inputs, dense)
-        raise _refusal(dense_input, shape, f"each id of {dense_input.key!r}", array)
+        raise _unacceptable(dense_input, shape, f"each id of {dense_input.key!r}", array)
     return array
 
 
@@ -256,7 +240,12 @@ def _is_valid(dense_input: DenseInput, array: Array, shape: Sequence[int]) -> bo
     return array.dtype != np.bool_ or not (array.view(np.uint8) > 1).any()
 
 
-def _refusal(dense_input: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
+def _refusal(name: str, expected: str) -> InvalidRequest:
+    """The error for a dense input. `expected`: what was expected, and what came."""
+    return InvalidRequest(f"dense input {name!r}: expected {expected}", Reason.DENSE)
+
+
+def _unacceptable(dense_input: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
     if array is None:
         got = "none: scores need it; ask for the output `embeddings` alone to look up without"
     elif array.dtype != dense_input.dtype.numpy or array.shape != shape:
@@ -267,8 +256,7 @@ def _refusal(dense_input: DenseInput, shape: Sequence[int], samples: str, array:
         outside = np.argwhere((array < 0) | (array >= dense_input.rows))[0]  # type: ignore[operator]
         row = "sample" if dense_input.key is None else "row"
         got = f"{array[tuple(outside)]} in {row} {outside[0]}, which is outside [0, {dense_input.rows})"
-    expected = f"{dense_input.dtype.numpy} {list(shape)}, a row for {samples}"
-    return InvalidRequest(f"dense input {dense_input.name!r}: expected {expected}, got {got}", Reason.DENSE)
+    return _refusal(dense_input.name, f"{dense_input.dtype.numpy} {list(shape)}, a row for {samples}, got {got}")
 
 
 def expect_all_keys(keys: Collection[str], requested: Collection[str]) -> None:
@@ -293,4 +281,4 @@ def _expect_known(inputs: Sequence[DenseInput], names: Collection[str]) -> None:
     for name in names:
         if all(name != dense_input.name for dense_input in inputs):
             expected = ", ".join(repr(dense_input.name) for dense_input in inputs) or "none"
-            raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)
+            raise _refusal(name, f"one of {expected}")
