@@ -154,6 +154,27 @@ class Sampled:
 _SAMPLED_S, _LONGEST = 10.0, 1000
 
 
+class LogOnce:
+    """Logs a problem once until it changes or is solved.
+
+    Args:
+        log: writes a line.
+        problem: a problem that is logged already, or None.
+
+    Attributes:
+        problem: the current problem, or None.
+    """
+
+    def __init__(self, log: Callable[[str], None], problem: str | None = None) -> None:
+        self._log, self.problem = log, problem
+
+    def __call__(self, problem: str | None) -> None:
+        """Set the current problem. None: it is solved."""
+        if problem is not None and problem != self.problem:
+            self._log(problem)
+        self.problem = problem
+
+
 def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
     """A line of tritonserver's output as a record. If it is not in tritonserver's form, `source` printed it."""
     match = _TRITON.fullmatch(line)

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.lineage import Step, delta_path, reached, steps_in
 from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.errors import ServerUnavailable, ServingError
-from serving.log import Output
+from serving.log import LogOnce, Output
 from serving.tables.live_state import About, State
 from serving.tables.mutable_tables import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 
@@ -149,12 +150,14 @@ class DeltaService:
         failed: list[Exception] = []
 
         def keep() -> None:
-            logged_reason = ""
+            log_problem = LogOnce(
+                partial(self._log.warning, "cannot pull deltas: %s", extra={"event": "pull_failed"})
+            )
             while not ended.is_set():
                 try:
                     if self._bring(store, models):
                         note_store_read(store.url, time.time())
-                    logged_reason = ""
+                    log_problem(None)
                 except Exception as error:
                     if not began.is_set():
                         failed.append(error)
@@ -162,7 +165,7 @@ class DeltaService:
                         if isinstance(error, ServerUnavailable) and None not in times:
                             note_store_read(store.url, min(filter(None, times)))
                             failed.clear()
-                    logged_reason = self._log_unread_store(error, logged_reason)
+                    log_problem(str(error))
                 finally:
                     began.set()
                 ended.wait(_STORE_PERIOD_S)
@@ -208,12 +211,6 @@ class DeltaService:
         if problems:
             raise problems[0]
         return is_asked
-
-    def _log_unread_store(self, error: Exception, logged_reason: str) -> str:
-        """Log why no delta can be fetched, once until the reason changes. Returns the reason."""
-        if str(error) != logged_reason:
-            self._log.warning("cannot pull deltas: %s", error, extra={"event": "pull_failed"})
-        return str(error)
 
     def _look(self, copies: Iterable[Path]) -> list[AppliedDeltas]:
         if time.monotonic() >= self._next_listing:

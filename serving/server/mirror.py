@@ -5,6 +5,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from serving.bundle.signature import signature_of
 from serving.delta_store import DeltaStore, cache_of, store_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
+from serving.log import LogOnce
 from serving.model.config_file import CONFIG, Pins, read_config
 from serving.server.health_state import HealthState
 from serving.server.versions import configured_versions
@@ -141,7 +143,10 @@ class Mirror:
             health_states: the health of each server that serves the folder, which exports when the store was last
                 read.
         """
-        problem = "" if self.problem is None else str(self.problem)
+        log_problem = LogOnce(
+            partial(log.warning, "cannot pull: %s", extra={"event": "pull_failed"}),
+            None if self.problem is None else str(self.problem),
+        )
         is_read = True
         while True:
             for health in health_states if is_read else ():
@@ -152,12 +157,12 @@ class Mirror:
                 for model, version in self.pull():
                     about = {"event": "pulled", "model": model, "version": version}
                     log.info("model %r: pulled version %d", model, version, extra=about)
-                problem, is_read = "", True
+                log_problem(None)
+                is_read = True
+            except ServingError as error:
+                log_problem(str(error))
             except Exception as error:
-                text = str(error) if isinstance(error, ServingError) else "".join(traceback.format_exception(error))
-                if text != problem:
-                    log.warning("cannot pull: %s", text, extra={"event": "pull_failed"})
-                problem = text
+                log_problem("".join(traceback.format_exception(error)))
 
 
 def mirror_of(

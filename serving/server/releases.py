@@ -10,6 +10,7 @@ from pathlib import Path
 from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ServerUnavailable, ServingError
+from serving.log import LogOnce
 from serving.model.config_file import Pins
 from serving.server.running_server import Server
 from serving.server.versions import switch
@@ -138,8 +139,8 @@ class _Followed:
         self._unload_at: float | None = None
         self._try_at, self._pause_s = 0.0, _PERIOD_S
         self._tell = tell
-        self._say_of_file = _LogOnce(partial(tell, logging.WARNING, "release_refused", file.model))
-        self._say_of_loading = _LogOnce(partial(tell, logging.ERROR, "release_failed", file.model))
+        self._say_of_file = LogOnce(partial(tell, logging.WARNING, "release_refused", file.model))
+        self._say_of_loading = LogOnce(partial(tell, logging.ERROR, "release_failed", file.model))
 
     @property
     def problem(self) -> str | None:
@@ -213,19 +214,6 @@ class _Followed:
         hosts = server.run_file.hosts.get(self._file.model)
         switch(control, self._file.model, present.versions, repository=server.repository, hosts=hosts)
         self._unload_at = None
-
-
-class _LogOnce:
-    """Logs a problem once until it changes or is solved (None). `problem` is the current problem."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self.problem: str | None = None
-
-    def __call__(self, problem: str | None) -> None:
-        if problem is not None and problem != self.problem:
-            self._say(problem)
-        self.problem = problem
 
 
 def _listed(release: Release | None) -> str:
