@@ -11,7 +11,7 @@ import pytest
 
 from serving import log as module
 from serving.errors import ConfigurationError
-from serving.log import LogFormat, Sampled, about_model, close_log, server_log, triton_record
+from serving.log import LogFormat, LogOnce, Sampled, about_model, close_log, server_log, triton_record
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 AT = "I1125 22:16:03.123456 4711 "
@@ -129,3 +129,12 @@ def test_the_page_lists_all_events_and_no_others() -> None:
     page = (root.parent / "docs" / "logs.md").read_text().partition("| event | level |")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
     assert {match for row in rows for match in re.findall(r"\w+", row)} == events
+
+
+def test_a_problem_is_logged_again_once_it_changed_or_was_solved() -> None:
+    lines: list[str] = []
+    log = LogOnce(lines.append, "known before")
+    for problem in ("known before", "a", "a", "b", None, "b"):
+        log(problem)
+        assert log.problem == problem
+    assert lines == ["a", "b", "b"]
