@@ -266,7 +266,11 @@ def test_rows_of_ids_are_columns_of_lists(engine: Engine, server: Running, monke
         assert_lists(score, lengths)
 
 
-def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle: Path) -> None:
+def captured_by(bundle: Path) -> Path:
+    return bundle.parent.parent.parent / "captured" / "m.jsonl"
+
+
+def test_lines_of_json_are_scored_and_captured(server: Running, bundle: Path) -> None:
     bags, dense = ask(np.random.default_rng(7), 3)
     line = json.dumps({"features": bags, "dense": dense})
     answered = tbe_serve("score", "m", "--url", server.grpc, stdin=line)
@@ -276,12 +280,19 @@ def test_lines_of_json_are_scored_captured_and_replayed(server: Running, bundle:
     )
     shown = tbe_serve("score", "m", "--url", server.grpc, "--table", stdin=line)
     assert shown.returncode == 0, shown.stderr
-    captured = bundle.parent.parent.parent / "captured" / "m.jsonl"
+    captured = captured_by(bundle)
     until(captured.exists, "the request was captured")
     captured_tensors = [record.tensors for record in read_captured(captured)]
     assert any(tensors.dense.keys() == dense.keys() for tensors in captured_tensors)
+
+
+@pytest.mark.long
+def test_bench_makes_and_replays_requests_of_them(server: Running, bundle: Path) -> None:
+    with LookupClient(server.grpc, "m", 60) as client:
+        client.score(*ask(np.random.default_rng(7), 3))
+    until(captured_by(bundle).exists, "the request was captured")
     common = ("--clients", "2", "--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--check", "1")
-    for options in (("--scores",), ("--replay", str(captured), "--max-errors", "1")):
+    for options in (("--scores",), ("--replay", str(captured_by(bundle)), "--max-errors", "1")):
         done = tbe_serve("bench", "m", "--url", server.grpc, "--bundle", str(bundle), *options, *common)
         assert done.returncode == 0, done.stderr
         assert "all right" in done.stdout
