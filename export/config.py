@@ -30,7 +30,7 @@ class ExportConfig:
         id_policy: what happens to ids outside [0, rows); `error` where no pattern matches.
         max_error: largest allowed |float − stored| of an element, in the units of the weights. A table without one is
             still checked: no element may move further than rounding explains.
-        checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the only prefix under which
+        checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the one prefix under which
             all of them fit.
         trained_memory_bytes: with a checkpoint, the trained model is run, and compared with what serves, if its
             tables take at most this many bytes in FP32. None: half of the available memory. 0: it is not run.

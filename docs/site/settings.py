@@ -28,30 +28,29 @@ def settings_page(page: str) -> str:
 
 def _export_table(section: str) -> str:
     rows = [
-        (f"`{option.name}`", f"`{option.flag or _flag(option.name)}`", _file_type(option), option.help)
+        (f"`{option.name}`", _file_type(option), f"{option.help}{_other_flag(option)}")
         for option in OPTIONS
         if option.section == section
     ]
-    return _markdown_table(("key", "option", "type", "meaning"), rows)
+    return _markdown_table(("key", "*type.* meaning"), rows)
 
 
 def _serving_table() -> str:
     rows = [
         (
             f"`{entry.name}`",
-            _shown(setting.otherwise if entry.default is None else entry.default),
-            _values(kind_of(entry), setting),
+            _values(kind_of(entry), setting) + _shown(setting.otherwise if entry.default is None else entry.default),
             setting.help,
         )
         for entry, setting in table()
     ]
-    return _markdown_table(("key", "default", "values", "meaning"), rows)
+    return _markdown_table(("key", "*values.* meaning"), rows)
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, *((*cells[:-1], _escaped(cells[-1])) for cells in rows)]
-    first, *others = (f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([first, "|---" * len(head) + "|", *others])
+def _markdown_table(head: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> str:
+    """Two columns, so that a table fits a phone: a key, and its values before its help text."""
+    lines = [f"| {key} | *{values}.* {_escaped(meaning)} |" for key, values, meaning in rows]
+    return "\n".join([f"| {head[0]} | {head[1]} |", "|---|---|", *lines])
 
 
 def _escaped(text: str) -> str:
@@ -59,8 +58,9 @@ def _escaped(text: str) -> str:
     return re.sub(r"([*|<\[\]])", r"\\\1", text)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _other_flag(option: ExportOption) -> str:
+    """The option, if it is not called as its key."""
+    return f" Option: {option.flag}." if option.flag and option.flag != "--" + option.name.replace("_", "-") else ""
 
 
 def _file_type(option: ExportOption) -> str:
@@ -73,24 +73,26 @@ def _file_type(option: ExportOption) -> str:
 
 
 def _shown(default: object) -> str:
+    """A default, to follow the values. Nothing if the setting is off by default."""
     match default:
         case None:
-            return "none"
+            return ""
         case bool():
-            return str(default).lower()
+            return f"; default {str(default).lower()}"
         case int():
-            return f"{default:,}"
+            return f"; default {default:,}"
         case dict():
-            return "`error`"
+            return "; default error"
         case _:
-            return f"`{default}`"
+            return f"; default {default}"
 
 
 def _values(kind: type, setting: Setting) -> str:
     if kind is bool:
         return "boolean"
     words = setting.allowed.words if setting.allowed else ""
-    return _escaped(_OPEN_ENDED.sub(r"integer ≥ \1", words))
+    # An optional part is a word of its own, so that a phone can break the line before it.
+    return _escaped(_OPEN_ENDED.sub(r"integer ≥ \1", words).replace("[", " ["))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHECKPOINT_PREFIX_HELP = (
-    "Prefix of the model's keys in --checkpoint, such as `ema.`, or '' for none. By default the only prefix that all "
-    "keys of the model have there."
+    "Prefix of the model's keys in --checkpoint, such as `ema.`, or '' for none. Default: the one prefix under "
+    "which the checkpoint has all keys of the model."
 )
 TRAINED_MEMORY_HELP = (
     "With --checkpoint: run the trained model itself if its tables, as FP32, take at most this, such as 16GB. By "

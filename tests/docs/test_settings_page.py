@@ -86,7 +86,7 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 
 def test_a_table_of_older_settings_is_written_again() -> None:
-    older = PAGE.replace("| `instances` | 1 |", "| `instances` | 2 |")
+    older = PAGE.replace("| `instances` | *integer ≥ 1; default 1.*", "| `instances` | *integer ≥ 1; default 2.*")
     assert older != PAGE
     assert settings_page(older) == PAGE
 

@@ -83,6 +83,19 @@ def test_pages_ask_no_other_host_and_fit_the_screen(
     assert errors == []
 
 
+@pytest.mark.parametrize("path", ["settings/", "reliability/", "security/", "versions/"])
+def test_tables_fit_a_phone_without_scrolling(browser: Browser, url: str, site: Path, path: str) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.goto(f"{url}{site.name}/{path}")
+    rooms = page.eval_on_selector_all(
+        ".md-typeset table",
+        "tables => tables.map(table => [table.scrollWidth, table.closest('.md-content').clientWidth])",
+    )
+    page.close()
+    assert rooms
+    assert [(table, room) for table, room in rooms if table > room] == []
+
+
 # What somebody types, and the page that is to be among the first three results.
 SEARCHES = {
     "checkpoint prefix": "export/",
