@@ -236,7 +236,7 @@ def prune(
 ) -> None:
     """Remove old versions of a model, and their deltas.
 
-    Versions that a server on this host has open, and released ones, are kept.
+    Versions that a server on this machine has open, and released ones, are kept.
     """
     takes_deltas = settings_of(read_config(model)).weights_memory == WeightsMemory.LIVE
     if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():

@@ -60,7 +60,8 @@ def _width_of_join(module: fx.GraphModule, placeholder: fx.Node) -> str:
     for user in placeholder.users:
         if user.target in _JOINS:
             for layer in _linear_layers(module, user):
-                return f": N is the {layer.in_features} of the nn.Linear after torch.cat, less all else that it joins"
+                width = layer.in_features
+                return f": N is {width}, the width of the nn.Linear, minus the widths of what else torch.cat joins"
     return ""
 
 

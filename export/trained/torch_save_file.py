@@ -59,6 +59,8 @@ def locate_tensors(file: CheckpointFile, start: int = 0, length: int | None = No
         loaded = _Unpickler(_Records(file, start, file.size - start if length is None else length)).load()
     except CheckpointError:
         raise
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{where}: {error}: it is of another kind, or was cut off: {_SAVE}") from error
     except RecursionError as error:
         raise CheckpointError(f"{where}: its pickle is nested too deep") from error
     except Exception as error:  # a damaged zip file or pickle can raise anything

@@ -229,7 +229,19 @@ def _read_untrusted(manifest: Path) -> bytes:
     try:
         return read_file(manifest)
     except OSError as error:
-        raise BundleError(f"{manifest}: cannot be read: {error.strerror}: is {manifest.parent} a bundle?") from error
+        raise _no_bundle(manifest.parent, error) from error
+
+
+def _no_bundle(path: Path, error: OSError) -> BundleError:
+    """The error for a path without a readable manifest. It names the versions that are in the folder or beside it."""
+    where = f"{path / MANIFEST}: cannot be read: {error.strerror}"
+    if not isinstance(error, FileNotFoundError):
+        return BundleError(where)
+    if inside := versions(path):
+        return BundleError(f"{where}: expected a version of this model, such as {path / str(inside[-1])}")
+    if beside := [version for version in reversed(versions(path.parent)) if str(version) != path.name]:
+        return BundleError(f"{where}: expected one of versions {beside}")
+    return BundleError(f"{where}: expected a version that tbe-export made, REPOSITORY/NAME/VERSION")
 
 
 def verify_digests(bundle: Bundle, *, but: Collection[str] = ()) -> None:
@@ -266,7 +278,7 @@ def hold(path: Path) -> int:
         with open_file(path / MANIFEST) as file:
             descriptor = os.dup(file.fileno())
     except OSError as error:
-        raise BundleError(f"{path / MANIFEST}: cannot be read: {error.strerror}: is {path} a bundle?") from error
+        raise _no_bundle(path, error) from error
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 

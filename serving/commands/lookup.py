@@ -82,7 +82,7 @@ def object_of(line: bytes, expected: str) -> dict[str, Any]:
     try:
         request: Any = json.loads(line.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
-        raise InvalidRequest(f"expected JSON: {error}") from error
+        raise InvalidRequest(f"expected JSON, {expected}: {error}") from error
     if not isinstance(request, dict):
         raise InvalidRequest(f"expected {expected}, got {line.decode().strip()[:40]!r}")
     return request

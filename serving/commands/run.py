@@ -114,9 +114,10 @@ def run(
     ] = LogFormat.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when ready.")] = False,
 ) -> None:
-    """Run tritonserver on a model repository until SIGINT or SIGTERM. Exits with tritonserver's exit code.
+    """Run tritonserver on a model repository until SIGINT or SIGTERM.
 
-    Requests accepted before the signal are answered. A second signal stops the server without answering them.
+    Requests accepted before the signal are answered; the exit code is then 0. A second signal stops the server
+    without answering them.
     """
     versions, unload_after_s, trusted = pins(), follow(), trust()
     if deltas is None and is_url(repository):

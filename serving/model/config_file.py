@@ -40,7 +40,10 @@ def find_models(repository: Path) -> tuple[str, ...]:
         raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
     models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
     if not models:
-        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none")
+        above = [repository / MANIFEST, *repository.glob(f"*/{MANIFEST}")]
+        found = next((manifest.parent.parent.parent for manifest in reversed(above) if manifest.exists()), None)
+        hint = f": the repository is {found}" if found else ""
+        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none{hint}")
     return tuple(models)
 
 

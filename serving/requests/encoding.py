@@ -37,8 +37,8 @@ class Kjt(Protocol):
 Features = Mapping[str, FeatureInput] | Kjt | ArrowStream
 
 _WHAT_TO_DO = {
-    "f": ': ids are integers: convert whole numbers, .astype("int64"); pandas makes floats of integers with nulls, '
-    'which the dtype "Int64" does not',
+    "f": ': convert whole numbers with .astype("int64"); pandas makes floats of integers with nulls, unless their '
+    'dtype is "Int64"',
 }
 
 
@@ -190,7 +190,7 @@ def _expect_samples(samples: Mapping[str, int], shared: Collection[str], flat: C
         first, count, expected = unshared[0], samples[name], samples[unshared[0]]
         if count == expected:
             continue
-        hint = ": what comes once and counts for all samples is named in `shared`" if 1 in (count, expected) else ""
+        hint = ": if all samples share one of them, name it in `shared`" if 1 in (count, expected) else ""
         if one := next((feature for feature in (name, first) if feature in flat), None):
             hint = f": {one!r} is a list of ids, one for each sample; a sample with several is [[id, …]]"
         raise InvalidRequest(
@@ -265,10 +265,10 @@ def _floats(name: str, numbers: Any, what: str = "feature") -> Weights:
     if not array.size:
         return np.zeros(array.shape, np.float32)
     if array.dtype.kind == "b" or (isinstance(numbers, (list, tuple)) and has_boolean(numbers)):
-        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: got booleans")
+        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights, got booleans")
     if array.dtype.kind not in "fiu":
         got = "a null" if array.dtype == np.object_ and any(leaf is None for leaf in leaves(array)) else array.dtype
-        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: got {got}")
+        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights, got {got}")
     with np.errstate(over="ignore"):
         floats = np.asarray(array, np.float32, order="C")
     if floats.dtype != array.dtype and (is_too_large := np.isinf(floats) & ~np.isinf(array)).any():
@@ -297,5 +297,6 @@ def _integers(name: str, numbers: Any, dtype: type[np.signedinteger[Any]], what:
         raise InvalidRequest(f"{what} {name!r}: expected integers, got a boolean among them")
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-        raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}")
+        too_large = array.max() if int(array.max()) > limits.max else array.min()
+        raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}, got {too_large}")
     return np.asarray(array, dtype, order="C")

@@ -12,7 +12,15 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from serving.errors import ModelUnavailable, ServerUnavailable, ServingError, SharedMemoryFull, from_status, shown
+from serving.errors import (
+    ModelNotFound,
+    ModelUnavailable,
+    ServerUnavailable,
+    ServingError,
+    SharedMemoryFull,
+    from_status,
+    shown,
+)
 
 
 class _Words(NamedTuple):
@@ -36,6 +44,12 @@ _MESSAGES = (
         r"(^|: )(recvmsg:)?(Socket closed|Connection reset by peer)$",
         ServerUnavailable,
         "the server stopped, or wants TLS, or another certificate of its caller",
+    ),
+    _Words(
+        "UNAVAILABLE",
+        r"^(connections to all backends failing|failed to connect to all addresses);.*Connection refused$",
+        ServerUnavailable,
+        "no server listens there: check the address, or start one with `tbe-serve run`",
     ),
     # Other requests use the shared memory, or this one is too large for all of it.
     _Words(
@@ -73,6 +87,13 @@ def handshake_advice(message: str) -> str | None:
 _NOT_KNOWN_YET = _Words(
     "NOT_FOUND", r"^Request for unknown model: '[^']*' is not found$", ModelUnavailable, _NOT_LOADED
 )
+# For any other client, and for a version that is not loaded.
+_NOT_SERVED = _Words(
+    "NOT_FOUND",
+    r"^Request for unknown model: '.*' (version \d+ )?is not found$",
+    ModelNotFound,
+    "check the name and the version: `tbe-serve status` shows what the server has",
+)
 
 
 # The message of a failed load about the first version that failed. A load also reloads the versions that serve.
@@ -103,7 +124,7 @@ def error_of(code: str, message: str, where: str = "", *, is_known: bool = False
         is_known: whether the server has had the model that the call was for.
     """
     text = f"{where}{shown(message)}"
-    for words in (*_MESSAGES, *([_NOT_KNOWN_YET] if is_known else [])):
+    for words in (*_MESSAGES, *([_NOT_KNOWN_YET] if is_known else []), _NOT_SERVED):
         if words.code == code and re.search(words.words, message):
             return words.kind(f"{text}: {words.advice}")
     return from_status(code, text)

@@ -252,7 +252,7 @@ def kjt(strides: Sequence[int], **options: Any) -> KeyedJaggedTensor:
         (
             kjt([1, 3]),
             [],
-            "feature 'genres': expected as many samples as 'user_id' has, 1, got 3: .* named in `shared`",
+            "feature 'genres': expected as many samples as 'user_id' has, 1, got 3: .* name it in `shared`",
         ),
         (
             kjt([2, 2], inverse_indices=(["user_id", "genres"], torch.tensor([[0, 1, 1], [0, 0, 1]]))),

@@ -122,7 +122,10 @@ def test_by_json_lines(server: Server, modules: Any) -> None:
         [" 1      ", " genres  "],
     ]
     done = tbe_serve("lookup", "m", "--url", server.grpc, stdin=json.dumps(line))
-    assert "'genres': expected as many samples as 'user_id' has, 1, got 2: what comes once and counts" in done.stderr
+    assert (
+        "'genres': expected as many samples as 'user_id' has, 1, got 2: if all samples share one of them, name it"
+        in done.stderr
+    )
 
     bags, dense, shared_keys, expected = pairs(modules["dcn"], 1, 3)
     sent = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})

@@ -146,7 +146,17 @@ def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
 def test_a_path_without_a_bundle_is_named_before_the_model_is_built(tmp_path: Path) -> None:
     done = tbe_export("verify", str(tmp_path / "1"), "--model", "tests.export.commands.test_verify:not_built")
     assert done.exit_code == 1
-    assert f"is {tmp_path / '1'} a bundle?" in done.stderr
+    assert "expected a version that tbe-export made, REPOSITORY/NAME/VERSION" in done.stderr
+
+
+def test_a_model_or_a_version_that_does_not_exist_is_refused_with_the_versions_that_do(mixed: Path) -> None:
+    for path, expected in (
+        (mixed.parent, f"expected a version of this model, such as {mixed}"),
+        (mixed.parent / "7", "expected one of versions [1]"),
+    ):
+        done = tbe_export("inspect", str(path))
+        assert done.exit_code == 1
+        assert expected in done.stderr
 
 
 def not_built() -> EmbeddingBagCollection:

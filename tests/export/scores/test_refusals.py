@@ -168,7 +168,7 @@ class OutOfReach(_Model):
         (
             Joins,
             "give it: --dense-width price=N, or dense_widths = { price = N } in --config; in Python "
-            "dense_widths={'price': N}: N is the 77 of the nn.Linear after torch.cat, less all else that it joins",
+            "dense_widths={'price': N}: N is 77, the width of the nn.Linear, minus the widths of what else torch.cat joins",
         ),
         (
             NotInTorchScript,

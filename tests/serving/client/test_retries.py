@@ -119,7 +119,9 @@ def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fa
         fake.fail = lambda context, said=said: context.abort(  # type: ignore[misc]
             grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {said}"
         )
-        with pytest.raises(ModelNotFound, match=r"is not found$"):
+        with pytest.raises(
+            ModelNotFound, match=r"is not found: check the name and the version: `tbe-serve status` shows"
+        ):
             lookup(address)
         assert len(fake.calls) == 1
 

@@ -47,7 +47,7 @@ def test_score_answers_a_table(score_server: Server) -> None:
 
 def test_score_reports_bad_lines_and_answers_the_others(score_server: Server, tmp_path: Path) -> None:
     bad = {
-        "nonsense": "expected JSON",
+        "nonsense": 'expected JSON, {"features": ',
         "[1]": 'expected {"features": {"feature": ',
         json.dumps(FEATURES): "got the keys 'x', 'y', 'z'",
         line(more=1): "got the keys 'features', 'dense', 'more'",
@@ -58,7 +58,9 @@ def test_score_reports_bad_lines_and_answers_the_others(score_server: Server, tm
         line(dense=DENSE | {"other": [[1], [2]]}): "dense input 'other': expected one of 'user', 'item'",
         line(dense=DENSE | {"user": [["a"]]}): "dense input 'user': expected numbers",
         line(dense=[]): "dense: expected arrays by name",
-        line(features={"x": [[1], [2]]}): "feature 'y': expected all features, which scores need: 'x', 'y', 'z'",
+        line(
+            features={"x": [[1], [2]]}
+        ): "got no ids of 'y', 'z': send empty bags for samples without ids, or request",
         line(features=FEATURES | {"x": [[50], []]}): "feature 'x': expected an id in [0, 50), got 50",
     }
     (tmp_path / "requests").write_text("\n".join([*bad, line()]))

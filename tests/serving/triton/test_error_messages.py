@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from export import ExportConfig, export_model
 from serving.client import AsyncLookupClient, LookupClient, Retries
-from serving.errors import ModelNotFound, ModelUnavailable, ServingError, SharedMemoryFull
+from serving.errors import ModelNotFound, ModelUnavailable, ServerUnavailable, ServingError, SharedMemoryFull
 from serving.model.config_file import read_config
 from serving.server import run_server
 from serving.triton.error_messages import error_of
@@ -147,6 +147,21 @@ def test_a_model_whose_config_has_an_empty_parameter_is_served_as_before(one_mod
     assert "weighted" in read_config(model).parameters
     assert tbe_serve("configure", str(model), "--merged-requests", "8").returncode == 0
     assert "weighted" not in read_config(model).parameters
+
+
+NO_LISTENER = "UNKNOWN: ipv4:127.0.0.1:8003: Failed to connect to remote host: Connection refused"
+
+
+@pytest.mark.parametrize("start", ["failed to connect to all addresses", "connections to all backends failing"])
+def test_a_refused_connection_says_how_to_start_a_server(start: str) -> None:
+    error = error_of("UNAVAILABLE", f"{start}; last error: {NO_LISTENER}")
+    assert type(error) is ServerUnavailable
+    assert str(error).endswith("no server listens there: check the address, or start one with `tbe-serve run`")
+
+
+def test_a_refused_connection_to_a_routers_host_says_nothing_about_the_callers_server() -> None:
+    message = f"tables 'item': host 1 (movies-host-1 version 7 at 10.0.0.7:8001): {NO_LISTENER}"
+    assert str(error_of("UNAVAILABLE", message)) == message
 
 
 def test_a_model_or_version_that_is_not_there_is_not_found(one_model: Path, tmp_path: Path) -> None:
