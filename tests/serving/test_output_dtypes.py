@@ -192,6 +192,7 @@ def test_any_client_of_the_protocol_has_them(served: Served) -> None:
     }
 
 
+@pytest.mark.long
 def test_bench_compares_them_and_inspect_shows_them(served: Served) -> None:
     options = ("--bundle", str(served.bundle), "--scores", "--clients", "1", "--seconds", "0.2", "--repeats", "1")
     answered = tbe_serve("bench", "m", "--url", served.server.grpc, *options, "--warm-up", "0", "--check", "1")
@@ -202,6 +203,7 @@ def test_bench_compares_them_and_inspect_shows_them(served: Served) -> None:
     assert re.search(r"name .* INT64 \[B\] ", shown)
 
 
+@pytest.mark.long
 def test_a_router_answers_them(tmp_path: Path) -> None:
     config = replace(EXACT, sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}))
     config = replace(config, sharding=replace(config.sharding, hosts_as_models=True))
