@@ -56,7 +56,11 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         requires = _pop_header(path, document)
         manifest = msgspec.convert(document, Manifest)
         keys = json_tree(text)
-    except (ValueError, *UNREADABLE) as error:
+    except msgspec.ValidationError as error:
+        raise BundleError(f"{path}: {error}") from error
+    except UNREADABLE as error:
+        raise BundleError(f"{path}: expected JSON, got {len(text)} bytes: {error}: copy the bundle again") from error
+    except ValueError as error:
         raise BundleError(f"{path}: {error}") from error
     for wrong in _nulls(keys):
         raise BundleError(f"{path}: {wrong}")

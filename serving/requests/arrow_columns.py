@@ -36,6 +36,13 @@ _FIXED_LISTS = "+w:"
 _RUNS = "+r"
 
 
+class DamagedColumn(ValueError):
+    """A column whose offsets or indices are outside its values. Arrow's libraries do not check all of them."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: `validate(full=True)` of its library checks a column")
+
+
 class ArrowStream(Protocol):
     """A column in chunks, or a table: polars Series and DataFrame, pyarrow ChunkedArray and Table."""
 
@@ -215,11 +222,18 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
         offsets: Any = np.zeros(1, np.int32)
         if length:
             offsets = _view(piece.buffers[1], _LISTS[kind], first, length + 1, owner)
+        lengths = np.diff(offsets)
+        _check_lists(offsets[0], lengths, offsets[-1], piece.children[0].contents.length)
         (items,) = _children(schema, piece, int(offsets[0]), int(offsets[-1] - offsets[0]), owner)
-        return _lists(name, valid, None, np.diff(offsets), items)
+        return _lists(name, valid, None, lengths, items)
     if kind in _LIST_VIEWS:
         starts, lengths = (_view(piece.buffers[buffer], _LIST_VIEWS[kind], first, length, owner) for buffer in (1, 2))
-        (items,) = _children(schema, piece, 0, piece.children[0].contents.length, owner)
+        count = piece.children[0].contents.length
+        if length:
+            present: Any = slice(None) if valid is None or not valid.any() else valid
+            last: Any = np.add(starts, lengths, dtype=np.int64)[present].max()
+            _check_lists(starts[present].min(), lengths[present], last, count)
+        (items,) = _children(schema, piece, 0, count, owner)
         return _lists(name, valid, starts, lengths, items)
     if kind.startswith(_FIXED_LISTS):
         width = int(kind.removeprefix(_FIXED_LISTS))
@@ -232,6 +246,22 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
         samples: Any = np.diff(np.clip(ends, first, first + length), prepend=first)
         return replace(_taken(items, np.repeat(np.arange(count), samples)), name=name)
     return ArrowChunk(name, length, valid)
+
+
+def _check_lists(first: int, lengths: Any, last: int, count: int) -> None:
+    """Refuse lists that are not within their `count` items.
+
+    Args:
+        first: where the first list starts.
+        lengths: items of each list, [length].
+        last: where the last list ends.
+        count: the number of items.
+
+    Raises:
+        DamagedColumn: a list starts before the first item, ends after the last one, or has fewer than 0 items.
+    """
+    if first < 0 or last > count or (len(lengths) and lengths.min() < 0):
+        raise DamagedColumn(f"lists that are not within their {count} items")
 
 
 def _lists(name: str, valid: Mask | None, starts: Any, lengths: Any, items: ArrowChunk) -> ArrowChunk:

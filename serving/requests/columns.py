@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from serving.requests.arrow_columns import ArrowChunk, read_chunks
+from serving.requests.arrow_columns import ArrowChunk, DamagedColumn, read_chunks
 from serving.requests.objects import INTEGERS, plain
 from serving.requests.types import Array, Lengths, Mask
 
@@ -68,6 +68,10 @@ class WrongItem(ValueError):
         """The same error for the sample whose bag has the row, if a bag has it."""
         sample = int(np.searchsorted(np.cumsum(lengths), self.item, "right"))
         return self.moved(sample, "sample") if self.unit == "row" and sample < len(lengths) else self
+
+
+class WrongType(ValueError):
+    """A column has neither numbers nor lists of numbers."""
 
 
 class WrongWeights(ValueError):
@@ -275,12 +279,15 @@ def _items(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
         if not _validity(chunk).any():
             return np.zeros(chunk.length, np.int64), chunk.valid
         kind = getattr(column, "type", getattr(column, "dtype", "another type"))
-        raise ValueError(f"{type(column).__name__} of {kind}")
+        raise WrongType(f"{type(column).__name__} of {kind}")
     if chunk.dictionary is None:
         return chunk.values, chunk.valid
     words, valid_words = _items(chunk.dictionary, column)
-    if not len(words):
-        return np.zeros(chunk.length, np.int64), chunk.valid
+    if not _validity(chunk).any():
+        return np.zeros(chunk.length, words.dtype), chunk.valid
+    present = chunk.values if chunk.valid is None else chunk.values[chunk.valid]
+    if present.min() < 0 or present.max() >= len(words):
+        raise DamagedColumn(f"indices that are not within the {len(words)} values of its dictionary")
     indices = chunk.values if chunk.valid is None else np.where(chunk.valid, chunk.values, 0)
     if valid_words is None:
         return words[indices], chunk.valid

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason, quoted
-from serving.requests.arrow_columns import ArrowStream
-from serving.requests.columns import WrongItem
+from serving.requests.arrow_columns import ArrowStream, DamagedColumn
+from serving.requests.columns import WrongItem, WrongType
 from serving.requests.encoding import has_boolean
 from serving.requests.frames import columns_of, is_frame
 from serving.requests.input_forms import Column, Nulls, convert_numbers, convert_rows
@@ -87,6 +87,8 @@ def _encoded(dense_input: DenseInput, numbers: Any, lengths: Lengths | None, nul
         elif lengths is not None:
             error = error.in_bags(lengths)
         raise _refusal(dense_input.name, f"numbers: {error}") from error
+    except (DamagedColumn, WrongType) as error:
+        raise _refusal(dense_input.name, f"numbers or lists of numbers, got {error}") from error
     except (TypeError, ValueError) as error:
         raise _refusal(dense_input.name, f"numbers: {error}") from error
     return np.ascontiguousarray(_shaped(dense_input, array))

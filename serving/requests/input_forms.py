@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from serving.requests.arrow_columns import ArrowArray, ArrowStream, is_arrow_column
+from serving.requests.arrow_columns import ArrowArray, ArrowStream, DamagedColumn, is_arrow_column
 from serving.requests.columns import (
     JaggedInput,
     WrongItem,
@@ -98,6 +98,8 @@ def convert_ids(ids: Any, nulls: Nulls) -> JaggedInput:
         jagged = form.convert(ids)
     except WrongWeights as error:
         raise ValueError(f"expected a weight for each id, got {error}") from error
+    except DamagedColumn as error:
+        raise ValueError(f"expected a valid column, got {error}") from error
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}; got {error}") from error
     return _without_nulls(jagged, nulls, "which leaves null ids out, and reads a null list as an empty one")
@@ -252,6 +254,8 @@ def _from_bags(bags: Any) -> JaggedInput:
         array = np.asarray(bags)
         return JaggedInput(array.ravel(), np.full(len(array), array.shape[1], np.int32))
     try:
+        if any(map(_is_pyarrow, {*map(type, bags)})):
+            bags = [bag.to_pylist() if _is_pyarrow(type(bag)) else bag for bag in bags]
         kinds = {*map(type, bags)}
         if any(issubclass(kind, _NUMBERS) for kind in kinds):
             raise ValueError("a list that mixes ids and bags")
@@ -277,6 +281,11 @@ def _from_bags(bags: Any) -> JaggedInput:
     id_present = _is_present(ids)
     jagged = without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
     return jagged if weights is None else jagged._replace(weights=[*compress(weights, id_present)])
+
+
+def _is_pyarrow(kind: type) -> bool:
+    """Whether objects of a type are arrays of pyarrow, whose items are no numbers of Python."""
+    return hasattr(kind, "to_pylist")
 
 
 def _from_series(series: Any) -> JaggedInput:

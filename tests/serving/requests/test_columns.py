@@ -423,7 +423,7 @@ def test_columns_side_by_side_keep_their_integers() -> None:
         (PAIR, pa.array([[0.5, 1.0], None]), "expected numbers: got a null in sample 1"),
         (PAIR, pa.array([None, [0.5, 1.0]], pa.list_(pa.float32(), 2)), "expected numbers: got a null in sample 0"),
         (PAIR, pa.array([[0.5, 1.0], [2.0]]), r"expected numbers: got the shape \[1\] in sample 1, where the first row has \[2\]"),
-        (PRICE, pa.array(["a"]), "expected numbers: StringArray of string"),
+        (PRICE, pa.array(["a"]), "expected numbers or lists of numbers, got StringArray of string"),
         (PRICE, pl.Series([2**24 + 1]), "expected numbers of FP32, .* got the integer 16777217"),
         (PRICE, pd.Series([0.5, 2**24 + 1], dtype=object), "expected numbers of FP32, .* got the integer 16777217"),
         (DenseInput("price", (), InputDtype.INT64), pl.Series([1.0]), "expected integers, .* got float64"),
@@ -463,3 +463,29 @@ def test_a_null_list_of_rows_is_an_empty_one() -> None:
         ) as refused:
             encode_dense([TIMES], {"times": column}, LENGTHS)
         assert "null ids" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.DictionaryArray.from_arrays(pa.array([0, -1]), pa.array([3, 4]), safe=False),
+        pa.DictionaryArray.from_arrays(pa.array([0, 2]), pa.array([3, 4]), safe=False),
+        pa.DictionaryArray.from_arrays(pa.array([0]), pa.array([], pa.int64()), safe=False),
+        pa.ListViewArray.from_arrays(pa.array([0, 2], pa.int32()), pa.array([1, 2], pa.int32()), pa.array([3, 4, 5])),
+        pa.ListViewArray.from_arrays(
+            pa.array([-1, 0], pa.int32()), pa.array([1, 2], pa.int32()), pa.array([3, 4, 5])
+        ),
+        pa.ListArray.from_arrays(pa.array([0, 3, 1, 3], pa.int32()), pa.array([3, 4, 5])),
+    ],
+    ids=["index -1", "index too large", "no values", "list ends too late", "list starts too early", "offsets fall"],
+)
+def test_values_outside_a_column_are_refused(column: Any) -> None:
+    """pyarrow makes such columns, and numpy would read an index of -1 as the last value."""
+    with pytest.raises(InvalidRequest, match=r"feature 'x': expected a valid column, got .* not within"):
+        encode({"x": column})
+
+
+def test_bags_may_be_arrays_of_pyarrow() -> None:
+    bags = [pa.array([3, 5]), None, pa.chunked_array([[1], [None, 2]])]
+    tensors = encode({"x": bags}, nulls="empty")
+    assert (tensors.values.tolist(), tensors.lengths.tolist()) == ([3, 5, 1, 2], [2, 0, 2])
