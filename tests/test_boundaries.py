@@ -78,6 +78,7 @@ FEW_IMPORT = {
 # Files of more than 400 lines, each with the reason why it is one concept.
 LONG_FILES: dict[str, str] = {
     "serving.client.clients": "two clients with the same methods, each with its whole signature",
+    "serving.requests.input_forms": "one table, with the function of each entry that recognises or converts a form",
     "serving.engine": "one class, whose methods say all that a caller has to know",
 }
 

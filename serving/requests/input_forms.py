@@ -254,9 +254,10 @@ def _from_bags(bags: Any) -> JaggedInput:
         array = np.asarray(bags)
         return JaggedInput(array.ravel(), np.full(len(array), array.shape[1], np.int32))
     try:
-        if any(map(_is_pyarrow, {*map(type, bags)})):
-            bags = [bag.to_pylist() if _is_pyarrow(type(bag)) else bag for bag in bags]
         kinds = {*map(type, bags)}
+        if any(hasattr(kind, "to_pylist") for kind in kinds):  # pyarrow's arrays, whose items are no Python numbers
+            bags = [bag.to_pylist() if hasattr(bag, "to_pylist") else bag for bag in bags]
+            kinds = {*map(type, bags)}
         if any(issubclass(kind, _NUMBERS) for kind in kinds):
             raise ValueError("a list that mixes ids and bags")
         null_sample = None
@@ -281,11 +282,6 @@ def _from_bags(bags: Any) -> JaggedInput:
     id_present = _is_present(ids)
     jagged = without_null_ids([*compress(ids, id_present)], lengths, id_present, null_sample)
     return jagged if weights is None else jagged._replace(weights=[*compress(weights, id_present)])
-
-
-def _is_pyarrow(kind: type) -> bool:
-    """Whether objects of a type are arrays of pyarrow, whose items are no numbers of Python."""
-    return hasattr(kind, "to_pylist")
 
 
 def _from_series(series: Any) -> JaggedInput:
