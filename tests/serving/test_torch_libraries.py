@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from serving.torch_libraries import share_cpuinfo
+from tests.support.long_cases import one_in
 
 CHECK = """
 from serving.lookup.program import load_fbgemm
