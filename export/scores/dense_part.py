@@ -53,7 +53,15 @@ from export.trained.wrapped_collections import is_sequence
 from export.user_side.compile import SplitPart, UserSidePrograms, compile_user_side, names_of_user_side
 from export.user_side.fewest_items import with_fewest_items
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseDtype, DenseFile, DensePart, UserSide
+from serving.bundle.scores import (
+    ITEMS_PROGRAM,
+    USER_PROGRAM,
+    USER_SIDE_NAMES,
+    DenseDtype,
+    DenseFile,
+    DensePart,
+    UserSide,
+)
 from serving.requests.types import Ids, Tensors
 
 # Samples of requests on which the formats of a dense part are compared, beside all samples of a probe.
@@ -207,7 +215,8 @@ def save_scores(scored: CompiledDensePart, directory: Path) -> None:
     for compiled in scored.formats.files:
         (directory / compiled.file.name).write_bytes(compiled.content)
     if scored.user_side is not None:
-        (directory / USER_PROGRAM).write_bytes(scored.user_side.user.save_to_buffer())
+        names = {USER_SIDE_NAMES: msgspec.json.encode(scored.user_side.side.names)}
+        (directory / USER_PROGRAM).write_bytes(scored.user_side.user.save_to_buffer(_extra_files=names))
         (directory / ITEMS_PROGRAM).write_bytes(scored.user_side.items.save_to_buffer())
 
 

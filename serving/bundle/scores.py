@@ -20,6 +20,8 @@ EXPORTED_SCORES = "scores.pt2"
 SCORES_FILES = re.compile(r"scores(\.[A-Za-z0-9_-]+)+")
 # The files with the programs for many items of one user, as TorchScript.
 USER_PROGRAM, ITEMS_PROGRAM = "scores.user.pt", "scores.items.pt"
+# The file in the archive `USER_PROGRAM` with the `names` of the user side that it was compiled for, JSON.
+USER_SIDE_NAMES = "names"
 # Names of other tensors in requests and answers.
 RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 

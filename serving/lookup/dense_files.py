@@ -1,14 +1,16 @@
 """Load the dense part of a bundle from the fastest of its files that this process can load."""
 
 import io
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
 from serving.bundle.load import Bundle, read_checked
-from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFile, DenseFormat
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, USER_SIDE_NAMES, DenseFile, DenseFormat
 from serving.errors import BundleError
 from serving.lookup.aot_inductor import load_aot_inductor, misfit
 from serving.lookup.exported_program import load_exported_program
@@ -69,14 +71,30 @@ def load_user_side(bundle: Bundle) -> tuple[Forward, Forward]:
     """Load the programs for many items of one user.
 
     Raises:
-        BundleError: a file changed after the export.
+        BundleError: a file changed after the export, or the programs were compiled for another user side.
         Exception: torch cannot load one.
     """
-    user, items = (
-        load_user_side_program(read_checked(bundle.path / name, bundle.manifest.files[name]))
-        for name in (USER_PROGRAM, ITEMS_PROGRAM)
-    )
+    contents = [
+        read_checked(bundle.path / name, bundle.manifest.files[name]) for name in (USER_PROGRAM, ITEMS_PROGRAM)
+    ]
+    user, items = map(load_user_side_program, contents)
+    part = bundle.manifest.dense_part
+    names = [] if part is None or part.user_side is None else [*part.user_side.names]
+    if (compiled_for := _names_of_user_side(contents[0])) != names:
+        raise BundleError(
+            f"{bundle.path / USER_PROGRAM}: expected a program for the user side {names}, got one for "
+            f"{compiled_for}: export it again"
+        )
     return user, items
+
+
+def _names_of_user_side(content: bytes) -> list[str]:
+    """The names in `USER_PROGRAM`; empty if it has none."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name in archive.namelist():
+            if name.partition("/")[2] == f"extra/{USER_SIDE_NAMES}":
+                return msgspec.json.decode(archive.read(name), type=list[str])
+    return []
 
 
 def load_user_side_program(content: bytes) -> Forward:

@@ -1,5 +1,8 @@
 """The programs of a user side in this process: which requests they score, and where they cannot be loaded."""
 
+import json
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 
 from export import export_model
 from serving.engine import Engine
+from serving.errors import BundleError
 from serving.lookup import user_side
 from serving.lookup.user_side import UserSidePrograms
 from serving.requests.accept import accept
@@ -114,6 +118,20 @@ def test_where_they_cannot_be_loaded_the_whole_dense_part_scores(
         assert isinstance(engine.schema, ScoringSchema)
         assert engine.schema.dense_part.user_side is None
         expect_right(engine, of_items(module, 40))
+
+
+def test_programs_of_another_user_side_are_refused(bundle: Path, tmp_path: Path) -> None:
+    """They would read the first item's inputs for those of all, and nothing else would show it."""
+    copied = Path(shutil.copytree(bundle, tmp_path / "m" / "1"))
+    manifest = json.loads((copied / "manifest.json").read_text())
+    names = manifest["dense_part"]["user_side"]["names"]
+    manifest["dense_part"]["user_side"]["names"] = names[1:]
+    (copied / "manifest.json").write_text(json.dumps(manifest))
+    message = (
+        f"scores.user.pt: expected a program for the user side {names[1:]}, got one for {names}: export it again"
+    )
+    with pytest.raises(BundleError, match=re.escape(message)):
+        Engine.open(copied)
 
 
 @pytest.mark.parametrize("may_overlap", [True, False])
