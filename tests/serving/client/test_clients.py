@@ -1,6 +1,7 @@
 """Our clients against a real server: TLS, secrets, shared memory, asyncio."""
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -215,3 +216,11 @@ def test_a_client_imports_fast_and_little() -> None:
         "cryptography",
     ):
         assert f"'{heavy}'" not in done.stdout
+
+
+@pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient, Engine])
+@pytest.mark.parametrize("method", ["lookup", "score", "stream"])
+def test_help_starts_with_what_a_person_needs(kind: type, method: str) -> None:
+    """A signature that can be read: the forms of ids alone take four thousand characters. Then a sentence."""
+    assert len(str(inspect.signature(getattr(kind, method)))) < 500
+    assert inspect.getdoc(getattr(kind, method))
