@@ -249,7 +249,7 @@ def _refusal(name: str, expected: str) -> InvalidRequest:
 
 def _unacceptable(dense_input: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
     if array is None:
-        got = "none: scores need it; without it, request the output `embeddings` alone"
+        got = "none: scores need it; without it, request the output `embeddings` alone, as `lookup` does"
     elif array.dtype != dense_input.dtype.numpy or array.shape != shape:
         got = f"{array.dtype} {list(array.shape)}"
     elif dense_input.rows is None:
@@ -274,7 +274,8 @@ def expect_all_keys(keys: Collection[str], requested: Collection[str]) -> None:
     if lacking := [key for key in keys if key not in requested]:
         raise InvalidRequest(
             f"feature {lacking[0]!r}: expected all features, which scores need: {quoted(keys)}, got no ids of "
-            f"{quoted(lacking)}: send empty bags for samples without ids, or request the output `embeddings` alone",
+            f"{quoted(lacking)}: send empty bags for samples without ids, or request the output `embeddings` alone, "
+            "as `lookup` does",
             Reason.FEATURES,
         )
 

@@ -141,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no ids of two keys": (
         {"seen": None, "bought_in": None},
         {},
-        "expected all features, .*, got no ids of '.*', '.*': ask for the output `embeddings`",
+        "expected all features, .*, got no ids of '.*', '.*': send empty bags",
     ),
     "flat, one too many": (
         {},
