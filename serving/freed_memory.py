@@ -2,8 +2,8 @@
 
 glibc returns the memory of a large array to Linux as soon as it is freed. The next large array then takes a page
 fault for every 4 KiB, which is half of the time of 512 samples of DLRM-v2. `serving.server.child_process` preloads
-tcmalloc into the processes of models if it is installed. tcmalloc keeps freed memory, but gives back too little by
-itself, as does glibc if it is told to keep some. So this module gives back what is beyond a limit.
+tcmalloc into the processes of models if it is installed. tcmalloc keeps freed memory, and so does glibc after
+mallopt(3). Both return too little of it to Linux. This module returns what exceeds a limit.
 """
 
 import ctypes

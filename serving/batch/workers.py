@@ -89,7 +89,7 @@ def _start(job: Job, counter: Any, parent: int) -> None:
     if os.getppid() != parent:  # it ended before that
         sys.exit(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    FreedMemory()
+    FreedMemory()  # malloc keeps the memory of a batch for the next one
     _worker = _Worker(job, counter)
 
 

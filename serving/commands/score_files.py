@@ -86,7 +86,7 @@ def score_files(
     """
     from serving.batch.run import score_files as run  # pyarrow, which a client does not have
 
-    FreedMemory()
+    FreedMemory()  # malloc keeps the memory of a batch for the next one
     source = _source(bundle, server, model, tls(), timeout_s)
     started = time.monotonic()
     with _progress() as show:

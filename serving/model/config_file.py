@@ -41,8 +41,8 @@ def find_models(repository: Path) -> tuple[str, ...]:
     models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
     if not models:
         above = [repository / MANIFEST, *repository.glob(f"*/{MANIFEST}")]
-        found = next((manifest.parent.parent.parent for manifest in reversed(above) if manifest.exists()), None)
-        hint = f": the repository is {found}" if found else ""
+        parent = next((manifest.parent.parent.parent for manifest in reversed(above) if manifest.exists()), None)
+        hint = f": the repository is {parent}" if parent else ""
         raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none{hint}")
     return tuple(models)
 

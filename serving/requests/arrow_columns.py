@@ -229,10 +229,10 @@ def _read(schema: Any, piece: Any, start: int, length: int, owner: Any) -> Arrow
     if kind in _LIST_VIEWS:
         starts, lengths = (_view(piece.buffers[buffer], _LIST_VIEWS[kind], first, length, owner) for buffer in (1, 2))
         count = piece.children[0].contents.length
-        if length:
-            present: Any = slice(None) if valid is None or not valid.any() else valid
-            last: Any = np.add(starts, lengths, dtype=np.int64)[present].max()
-            _check_lists(starts[present].min(), lengths[present], last, count)
+        if valid is not None:  # a null list may have any start and length
+            starts, lengths = np.where(valid, starts, 0), np.where(valid, lengths, 0)
+        last: Any = np.add(starts, lengths, dtype=np.int64).max(initial=0)
+        _check_lists(starts.min(initial=0), lengths, last, count)
         (items,) = _children(schema, piece, 0, count, owner)
         return _lists(name, valid, starts, lengths, items)
     if kind.startswith(_FIXED_LISTS):
@@ -260,7 +260,7 @@ def _check_lists(first: int, lengths: Any, last: int, count: int) -> None:
     Raises:
         DamagedColumn: a list starts before the first item, ends after the last one, or has fewer than 0 items.
     """
-    if first < 0 or last > count or (len(lengths) and lengths.min() < 0):
+    if first < 0 or last > count or lengths.min(initial=0) < 0:
         raise DamagedColumn(f"lists that are not within their {count} items")
 
 

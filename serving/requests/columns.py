@@ -283,9 +283,9 @@ def _items(chunk: ArrowChunk, column: Any) -> tuple[Array, Mask | None]:
     if chunk.dictionary is None:
         return chunk.values, chunk.valid
     words, valid_words = _items(chunk.dictionary, column)
-    if not _validity(chunk).any():
-        return np.zeros(chunk.length, words.dtype), chunk.valid
     present = chunk.values if chunk.valid is None else chunk.values[chunk.valid]
+    if not len(present):
+        return np.zeros(chunk.length, words.dtype), chunk.valid
     if present.min() < 0 or present.max() >= len(words):
         raise DamagedColumn(f"indices that are not within the {len(words)} values of its dictionary")
     indices = chunk.values if chunk.valid is None else np.where(chunk.valid, chunk.values, 0)

@@ -297,6 +297,6 @@ def _integers(name: str, numbers: Any, dtype: type[np.signedinteger[Any]], what:
         raise InvalidRequest(f"{what} {name!r}: expected integers, got a boolean among them")
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-        too_large = array.max() if int(array.max()) > limits.max else array.min()
-        raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}, got {too_large}")
+        outside = array.max() if int(array.max()) > limits.max else array.min()
+        raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}, got {outside}")
     return np.asarray(array, dtype, order="C")

@@ -489,3 +489,9 @@ def test_bags_may_be_arrays_of_pyarrow() -> None:
     bags = [pa.array([3, 5]), None, pa.chunked_array([[1], [None, 2]])]
     tensors = encode({"x": bags}, nulls="empty")
     assert (tensors.values.tolist(), tensors.lengths.tolist()) == ([3, 5, 1, 2], [2, 0, 2])
+
+
+def test_what_is_stored_for_null_lists_is_not_read() -> None:
+    offsets, sizes = pa.array([7, -1], pa.int32()), pa.array([9, 4], pa.int32())
+    bags = pa.ListViewArray.from_arrays(offsets, sizes, pa.array([3, 4, 5]), mask=pa.array([True, True]))
+    assert encode({"x": bags}, nulls="empty").lengths.tolist() == [0, 0]
