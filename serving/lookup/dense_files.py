@@ -1,7 +1,6 @@
 """Load the dense part of a bundle from the fastest of its files that this process can load."""
 
 import io
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,27 +73,19 @@ def load_user_side(bundle: Bundle) -> tuple[Forward, Forward]:
         BundleError: a file changed after the export, or the programs were compiled for another user side.
         Exception: torch cannot load one.
     """
-    contents = [
+    user_content, items_content = (
         read_checked(bundle.path / name, bundle.manifest.files[name]) for name in (USER_PROGRAM, ITEMS_PROGRAM)
-    ]
-    user, items = map(load_user_side_program, contents)
+    )
+    stored = {USER_SIDE_NAMES: b""}  # torch fills in what the archive has
+    user = _load_torchscript(user_content, takes_weights=True, extra_files=stored)
     part = bundle.manifest.dense_part
     names = [] if part is None or part.user_side is None else [*part.user_side.names]
-    if (compiled_for := _names_of_user_side(contents[0])) != names:
+    if (compiled_for := msgspec.json.decode(stored[USER_SIDE_NAMES] or b"[]")) != names:
         raise BundleError(
             f"{bundle.path / USER_PROGRAM}: expected a program for the user side {names}, got one for "
             f"{compiled_for}: export it again"
         )
-    return user, items
-
-
-def _names_of_user_side(content: bytes) -> list[str]:
-    """The names in `USER_PROGRAM`; empty if it has none."""
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        for name in archive.namelist():
-            if name.partition("/")[2] == f"extra/{USER_SIDE_NAMES}":
-                return msgspec.json.decode(archive.read(name), type=list[str])
-    return []
+    return user, load_user_side_program(items_content)
 
 
 def load_user_side_program(content: bytes) -> Forward:
@@ -106,9 +97,11 @@ def load_user_side_program(content: bytes) -> Forward:
     return _load_torchscript(content, takes_weights=True)
 
 
-def _load_torchscript(content: bytes, *, takes_weights: bool = False) -> Forward:
+def _load_torchscript(
+    content: bytes, *, takes_weights: bool = False, extra_files: dict[str, bytes] | None = None
+) -> Forward:
     with torchscript():
-        program = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
+        program = torch.jit.load(io.BytesIO(content), "cpu", extra_files)  # type: ignore[no-untyped-call]
     prefer_onednn(program, takes_weights=takes_weights)
     forward: Forward = program.forward
     return forward
