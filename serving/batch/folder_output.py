@@ -16,7 +16,15 @@ from pyarrow import ArrowException
 from pyarrow.parquet import read_metadata
 
 from serving.batch.inputs import Part
-from serving.batch.journal import JOURNAL, METADATA, Journal, check_continues, decode_journal, other_scores
+from serving.batch.journal import (
+    JOURNAL,
+    METADATA,
+    Journal,
+    change_of_file,
+    check_continues,
+    decode_journal,
+    other_scores,
+)
 from serving.errors import ConfigurationError
 from serving.files import make_content, put_in_place, read_file, replacing, sync_folder
 
@@ -92,14 +100,14 @@ class FolderOutput:
         """As `Output`. An output is recognised by the metadata of one of its files."""
         if not os.path.lexists(self.out):
             return False
-        digest = None
+        metadata: dict[bytes, bytes] = {}
         with suppress(ArrowException, OSError, StopIteration):
-            digest = (read_metadata(next(self.out.rglob("part-*.parquet"))).metadata or {}).get(METADATA)
-        if digest is None:
+            metadata = read_metadata(next(self.out.rglob("part-*.parquet"))).metadata or {}
+        if METADATA not in metadata:
             raise ConfigurationError(f"{self.out}: expected no such file or folder, or earlier scores: name another")
-        finished = bool(digest.decode() == journal.digest)
+        finished = metadata[METADATA].decode() == journal.digest
         if not finished and not restart:
-            raise other_scores(self.out, "folder")
+            raise other_scores(self.out, "folder", change_of_file(metadata, journal))
         return finished
 
     def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:

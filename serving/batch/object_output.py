@@ -12,7 +12,7 @@ from tempfile import TemporaryFile, gettempdir
 from typing import BinaryIO
 
 from serving.batch.inputs import Part
-from serving.batch.journal import Journal, check_continues, decode_journal, other_scores
+from serving.batch.journal import Journal, change_of_run, check_continues, decode_journal, other_scores
 from serving.batch.objects import Objects, ObjectState, objects_of
 from serving.errors import ConfigurationError
 from serving.files import naming_full_disk
@@ -64,7 +64,8 @@ class ObjectOutput:
             return False
         finished = self._objects.read(SUCCESS) == _success(journal)
         if not finished and not restart:
-            raise other_scores(self.url, "prefix")
+            earlier = decode_journal(self._objects.read(_JOURNAL) or b"")
+            raise other_scores(self.url, "prefix", change_of_run(earlier, journal))
         return finished
 
     def prepare(self, journal: Journal, parts: Sequence[Part], *, skips_bad_rows: bool, restart: bool) -> set[str]:

@@ -114,7 +114,9 @@ def test_an_object_is_scored_into_a_prefix(url: str, s3: S3, bundle: Path, day: 
     ]
     assert written == ["_journal.json", *sorted(contents(tmp_path / "scores")), SUCCESS]
     assert score_files(source, inputs, f"{url}/scores", keep=["id"]).scored_rows == 0
-    with pytest.raises(ConfigurationError, match=r"has scores of another bundle, of other inputs or with other"):
+    with pytest.raises(
+        ConfigurationError, match=r"another run: --keep changed: it was \['id'\], and is \[\]: name another prefix"
+    ):
         score_files(source, inputs, f"{url}/scores")
     assert score_files(source, inputs, f"{url}/scores", restart=True).scored_rows == ROWS
     score_files(source, inputs, tmp_path / "without", restart=True)

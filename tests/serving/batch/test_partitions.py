@@ -53,7 +53,9 @@ def test_pyarrow_and_polars_read_the_scores_and_the_columns_of_folders(
         for name in expected.column_names:
             assert table[name].to_pylist() == expected[name].to_pylist(), name
     assert score_files(source, [str(days)], out, keep=KEEP, partition_by=BY).scored_rows == 0
-    with pytest.raises(ConfigurationError, match="has scores of another bundle, of other inputs or with other"):
+    with pytest.raises(
+        ConfigurationError, match="has the scores of another run: its inputs or options differ: name another folder"
+    ):
         score_files(source, [str(days)], out, keep=KEEP, partition_by=["day"])
 
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,17 +125,19 @@ def test_finished_scores_of_something_else_are_replaced_by_a_restart_alone(
     out = tmp_path / "scores"
     score_files(BundleSource(bundle), [str(day)], out)
     before = contents(out)
-    with pytest.raises(
-        ConfigurationError, match="has scores of another bundle, of other inputs or with other options"
-    ):
+    with pytest.raises(ConfigurationError, match="another run: its inputs or options differ: name another folder"):
         score_files(BundleSource(bundle), [str(day)], out, keep=["id"])
+    other = BundleSource(_copied(bundle, tmp_path))
+    digests = f"{BundleSource(bundle).identity()}, and is {other.identity()}"
+    with pytest.raises(ConfigurationError, match=re.escape(f"where scores come from changed: it was {digests}")):
+        score_files(other, [str(day)], out)
     assert contents(out) == before
     with pytest.raises(Stopped):
         score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True, progress=stop_after(ROWS))
     assert contents(out) == before
     score_files(BundleSource(bundle), [str(day)], out, keep=["id"], restart=True)
     assert parquet.read_table(out).column_names == ["id", "like", "both"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["day.parquet", "scores"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["day.parquet", "other", "scores"]
 
 
 def test_scores_that_were_replaced_are_completed_after_a_kill(
