@@ -31,13 +31,12 @@ A tables file describes tables, for a study without a model::
     features = ["item", "recent"]   # Default: one feature with the table's name
 """
 
-import dataclasses
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -65,11 +64,29 @@ def read_toml(path: Path, kind: type[T]) -> T:
         ConfigurationError: the file cannot be read, or a line or key is wrong. The message names it.
     """
     try:
-        return msgspec.convert(tomllib.loads(read_file(path, follow=True).decode()), kind)
+        content = tomllib.loads(read_file(path, follow=True).decode())
+        _expect_known(str(path), content, kind)
+        return msgspec.convert(content, kind)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, *UNREADABLE) as error:  # TOMLDecodeError; and int() refuses 5,000 digits
         raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _expect_known(where: str, table: Mapping[str, Any], kind: type) -> None:
+    """Refuse a key that a struct or dataclass does not have, in a TOML table or in one of its tables."""
+    types = get_type_hints(kind)
+    for key, value in table.items():
+        if key not in types:
+            raise ConfigurationError(f"{where}: unknown key {key!r}: expected one of {', '.join(types)}")
+        structs = [part for part in get_args(types[key]) if hasattr(part, "__struct_fields__")]
+        if structs and isinstance(value, dict):
+            tables = {key: value}
+            if get_origin(types[key]) is dict:
+                tables = {f"{key}.{name}": keys for name, keys in value.items()}
+            for name, keys in tables.items():
+                if isinstance(keys, dict):
+                    _expect_known(f"{where}: [{name}]", keys, structs[0])
 
 
 # Values as typed or written, by an option's name. None: not set. "serving" is the TOML table [serving].
@@ -163,8 +180,7 @@ def export_config(settings: Settings) -> ExportConfig:
 
 
 def _serving(table: Mapping[str, Any]) -> ServingSettings:
-    if unknown := table.keys() - {field.name for field in dataclasses.fields(ServingSettings)}:
-        raise ConfigurationError(f"serving: unknown setting {min(unknown)!r}")
+    _expect_known("serving", table, ServingSettings)
     try:
         return msgspec.convert(table, ServingSettings)
     except (ConfigurationError, msgspec.ValidationError) as error:

@@ -49,8 +49,8 @@ def _width(module: fx.GraphModule, placeholder: fx.Node, configured: int | None)
     line = "".join(line_of(user) for user in list(placeholder.users)[:1])
     raise ConfigurationError(
         f"dense input {placeholder.target!r}: its width cannot be read off an nn.Linear that takes it{line}: give "
-        f"it: --dense-width {placeholder.target}=N, or dense_widths = {{ {placeholder.target} = N }} in --config; in "
-        f"Python dense_widths={{{str(placeholder.target)!r}: N}}"
+        f"it: dense_widths = {{ {placeholder.target} = N }} in --config, --dense-width {placeholder.target}=N of "
+        f"tbe-export model, or in Python dense_widths={{{str(placeholder.target)!r}: N}}"
         f"{_width_of_join(module, placeholder)}"
     )
 

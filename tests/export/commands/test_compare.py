@@ -37,7 +37,7 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         ([*PLANTED, "--labelled", "d.jsonl", "--label", "c"], "--label: expected a parquet file"),
         ([*PLANTED, "--labelled", "d.parquet", "--label", "c"], "--labelled: d.parquet: expected a file or folder"),
         ([*PLANTED, "--labelled", "T", "--max-auc-loss", "0"], "--max-auc-loss: expected > 0"),
-        ([*PLANTED, "--labelled", "T", "--config", "T"], "t.toml: Object contains unknown field"),
+        ([*PLANTED, "--labelled", "T", "--config", "T"], "t.toml: unknown key"),
         ([*PLANTED, "--label", "c"], "--label: expected --labelled with it"),
         ([*PLANTED, "--columns", "T"], "--columns: expected --labelled with it"),
         ([*PLANTED, "--nulls", "empty"], "--nulls: expected --labelled with it"),

@@ -15,7 +15,10 @@ from serving.errors import ConfigurationError
         ("[tables.a]\nrows = 0\ndim = 8\n", "table 'a': expected rows > 0"),
         ("[tables.a]\nrows = 9\ndim = 6\n", "a dim that is a multiple of 4"),
         ("[tables.a]\nrows = 9\n", "missing required field `dim`"),
-        ("[tables.a]\nrows = 9\ndim = 8\ncolour = 1\n", "unknown field `colour`"),
+        (
+            "[tables.a]\nrows = 9\ndim = 8\ncolour = 1\n",
+            "t.toml: [tables.a]: unknown key 'colour': expected one of rows, dim, pooling_factor, pooling, features",
+        ),
         ("[tables.a]\nrows = 9\ndim = 8\npooling = 'max'\n", "expected sum or mean, got 'max'"),
         ("[tables.a]\nrows = 9\ndim = 8\npooling_factor = 0\n", "pooling_factor: expected > 0"),
         (

@@ -167,7 +167,7 @@ class OutOfReach(_Model):
         (FixedSize, "FixedSize: output 'scores': expected shape [1, …] for 1 samples, got [64, 1]"),
         (
             Joins,
-            "give it: --dense-width price=N, or dense_widths = { price = N } in --config; in Python "
+            "give it: dense_widths = { price = N } in --config, --dense-width price=N of tbe-export model, or in Python "
             "dense_widths={'price': N}: N is 77, the width of the nn.Linear, minus the widths of what else torch.cat joins",
         ),
         (
