@@ -1,6 +1,7 @@
 """Build the website: write its pages, have zensical render them strictly, and add the Markdown beside the HTML."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from docs.site.reference import reference_pages
 
 _CONFIG = Path(__file__).with_name("mkdocs.yml")
 _STYLE = Path(__file__).with_name("extra.css")
+_CELL = re.compile(r"<t[dh][ >].*?</t[dh]>", re.DOTALL)
+_TEXT = re.compile(r"(?<=>)[^<]+")
+_PUNCTUATION = re.compile(r"[_/=:,\]](?=[\w{\[&])|(?<=[a-z])\.(?=[a-z])")
 # The page about clients in other languages, on which the site shows their programs.
 _CLIENTS = "examples/clients/README.md"
 
@@ -36,11 +40,22 @@ def build_site(root: Path, out: Path) -> Path:
         shutil.copy(_CONFIG, work)
         (work / "source").symlink_to(root)
         _render(work)
+        for page in (work / "site").rglob("*.html"):
+            page.write_text(break_names(page.read_text()))
         _write_markdown(pages, work / "site")
         shutil.rmtree(out / version, ignore_errors=True)
         (work / "site").rename(out / version)
     _write_versions(out, version)
     return out / version
+
+
+def break_names(html: str) -> str:
+    """A page whose long names in tables can break after punctuation, so that tables fit a phone."""
+
+    def with_breaks(cell: re.Match[str]) -> str:
+        return _TEXT.sub(lambda text: _PUNCTUATION.sub(r"\g<0><wbr>", text.group()), cell.group())
+
+    return _CELL.sub(with_breaks, html)
 
 
 def _write_pages(root: Path, folder: Path) -> dict[str, str]:

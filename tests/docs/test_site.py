@@ -83,7 +83,9 @@ def test_pages_ask_no_other_host_and_fit_the_screen(
     assert errors == []
 
 
-@pytest.mark.parametrize("path", ["settings/", "reliability/", "security/", "versions/"])
+@pytest.mark.parametrize(
+    "path", ["settings/", "reliability/", "security/", "versions/", "metrics/", "logs/", "bundle/", "protocol/"]
+)
 def test_tables_fit_a_phone_without_scrolling(browser: Browser, url: str, site: Path, path: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 800})
     page.goto(f"{url}{site.name}/{path}")
