@@ -17,7 +17,7 @@ from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.operations import fuzz_operations
-from tests.fuzz.run import DIED, LOOKS, METHOD, TOGETHER, WELL, fuzz
+from tests.fuzz.run import DIED, LOOKS, METHOD, TOGETHER, WELL, Outcome, fuzz, send_together
 from tests.fuzz.served import deltas, publish
 from tests.support.hosts import only
 from tests.support.leak_check import keeps_growing
@@ -216,6 +216,20 @@ def test_what_triton_and_python_read_differently_need_not_be_answered(served: tu
     entry = b'"\x15\n\x08features2\t\x1a\x07item_id'
     assert judge(models, request).must
     assert not judge(models, request + entry).must
+
+
+@pytest.mark.parametrize("dims", [2**32, 2**32 + 1, 2**62])
+def test_batch_sizes_are_read_as_triton_reads_them(served: tuple[list[Model], Server], dims: int) -> None:
+    """Triton passes the rows of a request to the model with the lower 32 bits of its first dimension."""
+    models, server = served
+    outcome = Outcome()
+    request = pb.ModelInferRequest.FromString(good(models[0], np.random.default_rng(0)))
+    request.inputs[1].shape[0] = dims
+    message = request.SerializeToString()
+    assert judge(models, message).answer is None
+    with grpc.insecure_channel(server.grpc) as channel:
+        send_together(channel.unary_unary(METHOD), models, [], [message], np.random.default_rng(0), outcome)
+    assert (outcome.statuses, outcome.wrong) == ({"OK": 1}, [])
 
 
 def test_every_request_to_the_operations_port_is_answered_or_ended(served: tuple[list[Model], Server]) -> None:
