@@ -2,8 +2,7 @@
 
 A sequence of n ids is n bags of one id, whose sums are the rows, bit for bit. So the program that pools also looks up
 rows, for all shardings. Sequences have different numbers of bags, so they take separate calls: one for each feature,
-    or
-for several features with small answers. Shorter sequences have empty bags at the end.
+or one for several features with small answers. Shorter sequences have empty bags at the end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from serving.requests.offsets import bag_offsets, bounds_of, concatenate, index_
 from serving.requests.schema import LookupSchema, ScoringSchema
 from serving.requests.types import SEQUENCES, Ids, KjtRequest, Mask, ValidatedRequests, Weights
 
-# Features share a call as long as its answer has at most this many numbers: 256 KiB of FP32. A larger answer leaves
+# Several features are in one call if its answer has at most this many numbers: 256 KiB of FP32. A larger one leaves
 # the processor's cache, and copying its columns takes longer than a separate call.
-_SHARED_NUMBERS = 64 << 10
+_MOST_NUMBERS = 64 << 10
 # Maximum rows of a call. Hosts count them as samples, of which they accept 65,536 by default.
 _MOST_ROWS = 32 << 10
 
@@ -59,7 +58,7 @@ def merge_combined(schema: LookupSchema, validated: ValidatedRequests) -> Combin
         return None
     bags = np.where(features.sequence, validated.id_bounds[1:] - validated.id_bounds[:-1], samples)
     most_bags = max(samples, int(bags.max()))
-    if most_bags * features.ends.item(-1) > _SHARED_NUMBERS:
+    if most_bags * features.ends.item(-1) > _MOST_NUMBERS:
         return None
     lengths = (np.arange(most_bags) < bags[:, np.newaxis]).astype(np.int32)
     pooled = features.pooled.positions
@@ -180,7 +179,7 @@ def _grouped(sequences: _Sequences) -> Iterator[list[int]]:
     width = most_rows = 0
     for feature in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):
         width += dims[feature]
-        if group and most_rows * width > _SHARED_NUMBERS:
+        if group and most_rows * width > _MOST_NUMBERS:
             yield sorted(group)
             group, width = [], dims[feature]
         if not group:

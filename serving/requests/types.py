@@ -76,7 +76,7 @@ class KjtRequest:
     """A request over F features and B samples with the right dtypes and shapes. Lengths and ids are not checked.
 
     Attributes:
-        selection: the features, in the order of the answer.
+        feature_set: the features, in the order of the answer.
         values: ids, feature-major; int64 [N].
         lengths: bag sizes, feature-major; int32 [bags]: B for each feature, or one for a shared feature.
         weights: a weight for each id, float32 [N], or None for models without weights.

@@ -301,7 +301,7 @@ def test_one_request_takes_one_call_and_is_answered_as_by_several(
         answered = engine.answer([accept(engine.schema, request)])
         calls.append(len(answered.batches))
         with monkeypatch.context() as patch:
-            patch.setattr(sequences_module, "_SHARED_NUMBERS", 0)
+            patch.setattr(sequences_module, "_MOST_NUMBERS", 0)
             apart = engine.answer([accept(engine.schema, request)])
         assert len(apart.batches) > 1 or model is OfRowsAlone or not number % 5
         for name, numbers in apart.outputs()[0].items():

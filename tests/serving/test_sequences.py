@@ -184,7 +184,7 @@ def test_merged_requests_are_answered_as_alone(
     """Of all kinds, short and long: calls are shared by features whose answers are small, and not by others."""
     if most_rows is not None:  # each sequence takes several calls
         monkeypatch.setattr("serving.requests.merge_sequences._MOST_ROWS", most_rows)
-        monkeypatch.setattr("serving.requests.merge_sequences._SHARED_NUMBERS", 8)
+        monkeypatch.setattr("serving.requests.merge_sequences._MOST_NUMBERS", 8)
     module = Mixed()
     bundle = export_model(
         module, tmp_path / "r", "m", ExportConfig(dtype=FP32.dtype, id_policy={"item": IdPolicy.ZERO})

@@ -69,13 +69,34 @@ def checked(schema: LookupSchema, *requests: Tensors) -> ValidatedRequests:
 
 @st.composite
 def requests(draw: st.DrawFn, *, weighted: bool = False) -> Tensors:
-    order = tuple(draw(st.permutations(NAMES))[: draw(st.integers(1, 3))])
-    samples = draw(st.integers(0, 4))
+    """A request for some features, in any order."""
+    return draw(_requests(weighted, draw(_orders()), draw(_SAMPLES)))
+
+
+@st.composite
+def groups(draw: st.DrawFn, *, weighted: bool = False) -> list[Tensors]:
+    """Requests to merge: all for the same features and number of samples, or each for its own."""
+    if draw(st.booleans()):
+        return draw(st.lists(requests(weighted=weighted), min_size=1, max_size=5))
+    return draw(st.lists(_requests(weighted, draw(_orders()), draw(_SAMPLES)), min_size=1, max_size=5))
+
+
+_SAMPLES = st.integers(0, 4)
+
+
+@st.composite
+def _orders(draw: st.DrawFn) -> tuple[str, ...]:
+    return tuple(draw(st.permutations(NAMES))[: draw(st.integers(1, 3))])
+
+
+@st.composite
+def _requests(draw: st.DrawFn, weighted: bool, order: tuple[str, ...], samples: int) -> Tensors:
     bags = [
         draw(st.lists(st.lists(st.integers(0, ROWS[NAMES.index(name)] - 1), max_size=4), min_size=samples, max_size=samples))
         for name in order
     ]  # fmt: skip
     values = np.array([id_ for column in bags for bag in column for id_ in bag], np.int64)
     lengths = np.array([len(bag) for column in bags for bag in column], np.int32)
-    weights = np.arange(values.size, dtype=np.float32) if weighted else None
+    # Each id has another weight in each request.
+    weights = draw(st.integers(0, 9)) + np.arange(values.size, dtype=np.float32) if weighted else None
     return Tensors(order, values, lengths, weights)

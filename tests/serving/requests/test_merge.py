@@ -15,7 +15,7 @@ from serving.requests.limits import grouped
 from serving.requests.merge import merge
 from serving.requests.schema import LookupSchema
 from serving.requests.types import Tensors
-from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, schema, tensors
+from tests.support.requests import DIMS, NAMES, checked, groups, ints, lens, schema, tensors
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=30))
@@ -56,9 +56,7 @@ def batch_of(schema: LookupSchema, every: Sequence[Tensors]) -> PooledBatch:
     return merge(schema, checked(schema, *every))
 
 
-@given(
-    st.one_of(st.lists(requests(), min_size=1, max_size=5), st.lists(requests(weighted=True), min_size=1, max_size=5))
-)
+@given(st.booleans().flatmap(lambda weighted: groups(weighted=weighted)))
 def test_merging_keeps_every_bag(every: list[Tensors]) -> None:
     weighted = every[0].weights is not None
     batch = batch_of(schema(weighted=(weighted,) * 3), every)
@@ -82,7 +80,7 @@ def test_very_many_requests_are_merged_in_their_order() -> None:
     np.testing.assert_array_equal(batch_of(schema(), every).values, expected)
 
 
-@given(st.lists(requests(), min_size=1, max_size=5))
+@given(groups())
 def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensors]) -> None:
     batch = batch_of(schema(), every)
     samples = sum(request.samples for request in batch.members)
@@ -117,3 +115,16 @@ def test_requests_of_the_default_order_are_split_into_views() -> None:
     embeddings = np.zeros((2, 6), np.float32)
     for answer in batch_of(schema(), [request, request]).unmerge(embeddings):
         assert np.shares_memory(answer, embeddings)
+
+
+def test_requests_for_the_same_features_and_samples_keep_their_bags() -> None:
+    """The path of most groups: many clients that ask for the same number of samples."""
+    lengths = [lens(2, 0, 1, 0, 0, 1), lens(0, 1, 0, 3, 1, 0), lens(1, 1, 1, 1, 1, 1)]
+    every = [
+        tensors(np.arange(size.sum(dtype=np.int64)) % 5, size, np.arange(size.sum(), dtype=np.float32) + 10 * number)
+        for number, size in enumerate(lengths)
+    ]
+    batch = batch_of(schema(weighted=(True,) * 3), every)
+    merged = bags_of(NAMES, batch, np.diff(batch.offsets))
+    alone = [bags_of(NAMES, request, request.lengths) for request in every]
+    assert merged == {name: [bag for bags in alone for bag in bags[name]] for name in NAMES}
