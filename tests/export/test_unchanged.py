@@ -137,6 +137,8 @@ def test_a_forward_that_writes_to_a_table_is_refused(tmp_path: Path, model: type
 
 
 def test_a_layer_that_writes_to_a_table_that_it_shares_writes_to_a_copy(tmp_path: Path) -> None:
+    written: list[Tensor] = []
+
     class Renormalizes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -146,12 +148,18 @@ def test_a_layer_that_writes_to_a_table_that_it_shares_writes_to_a_copy(tmp_path
 
         def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:
             rows = self.kinds(dense_features[:, 0].nan_to_num().clamp(0, 9).long())
+            written.append(self.kinds.weight)
             logits: Tensor = (self.bags(ids)["f0"] * rows).sum(1)
             return logits
 
     config = ExportConfig(scores=True, dense_widths={"dense_features": WIDTH})
+    model = Renormalizes()
+    before = model.kinds.weight.detach().clone()
     with suppress(ExportError):  # whether it is served is another question
-        export_model(Renormalizes(), tmp_path, "m", config)
+        export_model(model, tmp_path, "m", config)
+    assert torch.equal(model.kinds.weight, before)
+    copies = [weight for weight in written if type(weight) is nn.Parameter and not weight.is_meta]
+    assert any(not torch.equal(weight, before) for weight in copies)
 
 
 def test_a_tensor_that_was_computed_is_copied(tmp_path: Path) -> None:

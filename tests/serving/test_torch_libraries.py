@@ -29,7 +29,6 @@ TOO_LATE = """
 import torch, torchrec, warnings
 from serving.lookup.program import load_fbgemm
 from serving.lookup.instruction_set import SlowKernelWarning, instruction_set, slow_kernels
-from tests.support.long_cases import one_in
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("default")
     for _ in range(3):
@@ -61,5 +60,11 @@ def test_a_program_that_loads_fbgemm_first_is_warned_once_if_its_kernels_are_slo
 
 
 def test_an_environment_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr("ctypes.CDLL", lambda *names, **_: loaded.append(names))
+    share_cpuinfo()
+    assert loaded
+    loaded.clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     share_cpuinfo()
+    assert loaded == []

@@ -6,6 +6,7 @@ It shares no code with `export`: how an example is read there, and how its answe
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from serving.engine import Engine
 
 Numbers = npt.NDArray[Any]
 
@@ -86,6 +89,14 @@ def leaves_of_answer(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for number, element in enumerate(value):
             yield from leaves_of_answer(f"{path or 'scores'}_{number}", element)
+
+
+def assert_served(bundle: Path, module: nn.Module, example: Any) -> None:
+    """That a bundle scores an example as its module answers. Keys and paths of the example are names of the request."""
+    features, tensors = request_of_call(module, example)
+    with Engine.open(bundle) as engine:
+        dense = {name: numbers for name, numbers in tensors.items() if name not in features}
+        assert_close(engine.score(features, dense), answer_of_call(module, example))
 
 
 def assert_close(scores: Mapping[str, Numbers], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:

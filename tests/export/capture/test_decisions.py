@@ -22,6 +22,7 @@ from serving.requests.encoding import encode
 from tests.support.long_cases import one_in
 from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection
+from tests.support.module_calls import assert_served
 from tests.support.scored_models import EXACT
 
 DIM, LONGEST = 8, 6
@@ -393,7 +394,8 @@ def test_a_model_that_answers_by_its_call_count_is_refused(
 def test_a_model_that_counts_its_calls_and_answers_the_same_is_exported(
     kind: type[Scored], example: Any, tmp_path: Path
 ) -> None:
-    export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=example)
+    module, call = kind().eval(), (keyed(**A),)
+    assert_served(export_model(module, tmp_path / "r", "m", EXACT, example=example), module, call)
 
 
 class WithoutExample(Scored):

@@ -14,6 +14,7 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from tests.support.models import SUM, collection
+from tests.support.module_calls import assert_served
 from tests.support.scored_models import EXACT, WIDTH
 
 Of = Callable[[Tensor], Tensor]
@@ -93,4 +94,5 @@ def test_dropout_of_none_is_served_from_an_example_too(tmp_path: Path) -> None:
     model = Drawing(lambda x: nn.functional.dropout(x, 0.0)).eval()
     lengths = torch.ones(6, dtype=torch.int32)
     ids = KeyedJaggedTensor(["x", "y", "z"], torch.arange(6), lengths=lengths)
-    export_model(model, tmp_path / "r", "m", EXACT, example=(ids, torch.ones(2, WIDTH)))
+    example = (ids, torch.ones(2, WIDTH))
+    assert_served(export_model(model, tmp_path / "r", "m", EXACT, example=example), model, example)

@@ -21,6 +21,7 @@ from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.errors import ConfigurationError
 from tests.support.models import collection
+from tests.support.module_calls import assert_served
 from tests.support.scored_models import EVEN, EXACT, dlrm, even
 
 
@@ -223,8 +224,9 @@ def test_layers_with_parametrizations_are_served_as_the_refusal_says(norm: Any, 
         return remove_parametrizations(norm(layer), "weight")
 
     ids = KeyedJaggedTensor(["f0", "f1", "f2", "f3"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int32))
-    assert export_model(Normed(plain).eval(), tmp_path, "plain", EXACT).exists()
-    assert export_model(Normed(norm).eval(), tmp_path, "traced", EXACT, example=(ids,)).exists()
+    without, traced = Normed(plain).eval(), Normed(norm).eval()
+    assert_served(export_model(without, tmp_path, "plain", EXACT), without, (ids,))
+    assert_served(export_model(traced, tmp_path, "traced", EXACT, example=(ids,)), traced, (ids,))
 
 
 def test_a_parametrization_outside_the_forward_is_no_matter(tmp_path: Path) -> None:

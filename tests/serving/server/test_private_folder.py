@@ -79,6 +79,10 @@ def test_what_is_copied_is_what_was_compared(target: Target) -> None:
     finally:
         done.set()
         thread.join()
+    assert served_files(target)["m/2/weights.0.bin"] == right
+    path.write_bytes(wrong)
+    with pytest.raises(ServingError, match="SHA-256"):
+        served_files(target)
 
 
 def test_nothing_of_the_repository_is_searched_for_modules(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

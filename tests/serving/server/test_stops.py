@@ -91,7 +91,8 @@ def test_a_stop_is_heard_while_a_model_is_loaded_anew(repository: Path) -> None:
             stub.kill()
         wait_until(lambda: another_answers(server, "m", killed), "it was not loaded anew")
         server.process.terminate()
-        ended(server)
+        code, log = ended(server)
+        assert (code, "Traceback" in log) == (0, False), log
 
 
 SHELL = """
