@@ -66,16 +66,18 @@ class Outcome:
         )
 
 
-def fuzz(address: str, server: psutil.Process, models: Sequence[Model], count: int, seed: int = 0) -> Outcome:
-    """Send `count` messages, many at once to one of the models and good ones among them; stop at the tenth thing that is
-    wrong.
+def fuzz(
+    address: str, server: psutil.Process, models: Sequence[Model], count: int, seed: int = 0, most_wrong: int = 10
+) -> Outcome:
+    """Send `count` messages, many at once to one of the models and good ones among them. Stop when `most_wrong` answers
+    were wrong.
     """
     outcome = Outcome()
     random = np.random.default_rng(seed)
     processes = _processes(server)
     with grpc.insecure_channel(address, LIMITS) as channel:
         call = channel.unary_unary(METHOD)
-        while len(outcome.wrong) < 10 and outcome.sent < count:
+        while len(outcome.wrong) < most_wrong and outcome.sent < count:
             model = models[int(random.integers(len(models)))]
             well = [good(model, random) for _ in range(WELL)]
             hostile = _hostile(model, random, min(TOGETHER, count - outcome.sent))
