@@ -57,7 +57,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
 
 
 @pytest.mark.promise("Reloads of several processes under load lose no request and crash no process")
-@pytest.mark.parametrize(("times", "instances"), one_in(2, [(5, 2), (20, reloads.INSTANCES)]))
+@pytest.mark.parametrize(("times", "instances"), one_in(2, [(5, 2), (10, reloads.INSTANCES)]))
 def test_reloads_under_load_lose_no_request_and_crash_no_process(tmp_path: Path, times: int, instances: int) -> None:
     """A run does not count if the machine paused a process of the model: such a process ends itself."""
     for attempt in range(3):
@@ -182,9 +182,8 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seconds", one_in(2, [6, 40]))
-def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path, seconds: int) -> None:
-    result = fresh.changed(tmp_path, seconds, seed=seconds)
+def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path) -> None:
+    result = fresh.changed(tmp_path, 20, seed=40)
     print(result.line())
     assert (result.torn, result.backwards, result.too_new, result.late) == (0, 0, 0, 0)
     assert result.reads > 10
@@ -192,8 +191,8 @@ def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("deltas", "on_hosts"), [(1_000, False), (500, True)], ids=["one server", "hosts"])
-def test_thousands_of_deltas_go_by_and_no_row_is_torn_or_older(tmp_path: Path, deltas: int, on_hosts: bool) -> None:
+@pytest.mark.parametrize(("deltas", "on_hosts"), [(1_000, False), (200, True)], ids=["one server", "hosts"])
+def test_many_deltas_go_by_and_no_row_is_torn_or_older(tmp_path: Path, deltas: int, on_hosts: bool) -> None:
     """Of all dtypes, in shards of rows and columns, while eight clients read of two instances."""
     result = fresh.hammered(tmp_path, deltas, on_hosts=on_hosts)
     print(result.line())

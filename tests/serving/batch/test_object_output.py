@@ -260,4 +260,4 @@ def test_a_run_may_be_killed_at_any_moment(url: str, bundle: Path, tmp_path: Pat
 @pytest.mark.timeout(3000)
 def test_many_runs_may_be_killed(url: str, bundle: Path, tmp_path: Path) -> None:
     """KILLS=100 makes more of them."""
-    _kill(url, bundle, tmp_path, int(os.environ.get("KILLS", "30")))
+    _kill(url, bundle, tmp_path, int(os.environ.get("KILLS", "15")))

@@ -240,4 +240,4 @@ def test_a_run_may_be_killed_at_any_moment(bundle: Path, tmp_path: Path) -> None
 @pytest.mark.timeout(3000)
 def test_many_runs_may_be_killed(bundle: Path, tmp_path: Path) -> None:
     """KILLS=100 makes more of them."""
-    _kill(bundle, tmp_path, int(os.environ.get("KILLS", "30")))
+    _kill(bundle, tmp_path, int(os.environ.get("KILLS", "15")))
