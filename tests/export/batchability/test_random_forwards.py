@@ -61,7 +61,7 @@ MEETING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.long)])
 def test_random_forwards_that_are_read_as_apart_are_apart(count: int) -> None:
     """Each is also run: no number of a sample changes with another sample's, of whatever size."""
     count_apart = 0

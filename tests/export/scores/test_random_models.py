@@ -30,9 +30,9 @@ from tests.support.servers import FREE, at_once
 
 KEYS = ("a", "b", "c", "d", "e")
 # Real Tritons are slow to start: so many models are served, all by one.
-SERVED = 6
+SERVED = 4
 # RANDOM_MODELS=200 makes more of them.
-MORE = int(os.environ.get("RANDOM_MODELS", "80"))
+MORE = int(os.environ.get("RANDOM_MODELS", "40"))
 
 
 class Random(nn.Module):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,11 @@ from tests.support.random_rankers import Ranker, Request, ranker
 from tests.support.scored_models import EXACT
 from tests.support.servers import at_once
 
-EACH, ALL = 1, 132
+# Of the first 132, those that have between them nearly every two things that may be drawn, each pair once.
+SEEDS = (
+    0, 1, 5, 6, 7, 8, 17, 19, 20, 21, 23, 24, 33, 39, 43, 46, 47, 53,
+    57, 62, 63, 65, 72, 75, 76, 77, 83, 86, 87, 88, 90, 99, 101, 105, 108, 113, 123, 125, 127, 131,
+)  # fmt: skip
 TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # Samples, and the most ids of each: none, more than is read, and many.
 SIZES = ((1, 0), (1, 9), (3, 2), (11, 8))
@@ -33,33 +36,28 @@ SIZES = ((1, 0), (1, 9), (3, 2), (11, 8))
 Asked = tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]]
 
 
-@pytest.mark.parametrize("first", one_in(ALL, range(0, ALL, EACH)))
+@pytest.mark.parametrize("seed", one_in(len(SEEDS), SEEDS))
 def test_random_rankers_are_served_as_they_answer_by_themselves(
-    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank and on several, with ids of some keys once for all samples, and scored some at a time."""
     monkeypatch.setattr(dense_program, "SLICE", 5)
-    alone = 0
-    for seed in range(first, first + EACH):
-        module = ranker(seed)
-        bundle = export_model(module, tmp_path / "r", "m", config(seed), example=example(module))
-        with Engine.open(bundle) as engine:
-            part = engine.bundle.manifest.dense_part
-            assert part is not None
-            alone += part.mixes_samples
-            requests, every = [], requests_of(module, part)
-            for bags, dense, shared, right in every:
-                scores = engine.score(bags, dense, shared=shared)
-                assert [*scores] == [output.name for output in part.outputs], seed
-                assert_right(scores, right, every)
-                tensors = encode(bags, [], shared)
-                requests.append(replace(tensors, outputs=[*scores], dense=encode_dense(part.inputs, dense)))
-            answers = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
-            for merged, (*_, right) in zip(answers, every, strict=True):
-                assert isinstance(merged, Mapping), (seed, merged)
-                assert_right(merged, right, every)
-        rmtree(tmp_path / "r")
-    assert alone <= 1, "all keep samples apart; of few, a probe shows more rounding than it allows"
+    module = ranker(seed)
+    bundle = export_model(module, tmp_path / "r", "m", config(seed), example=example(module))
+    with Engine.open(bundle) as engine:
+        part = engine.bundle.manifest.dense_part
+        assert part is not None
+        requests, every = [], requests_of(module, part)
+        for bags, dense, shared, right in every:
+            scores = engine.score(bags, dense, shared=shared)
+            assert [*scores] == [output.name for output in part.outputs]
+            assert_right(scores, right, every)
+            tensors = encode(bags, [], shared)
+            requests.append(replace(tensors, outputs=[*scores], dense=encode_dense(part.inputs, dense)))
+        answers = engine.answer([accept(engine.schema, request) for request in requests]).outcomes()
+        for merged, (*_, right) in zip(answers, every, strict=True):
+            assert isinstance(merged, Mapping), merged
+            assert_right(merged, right, every)
 
 
 @pytest.mark.long

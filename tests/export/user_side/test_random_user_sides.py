@@ -16,19 +16,21 @@ from serving.lookup import user_side
 from serving.requests.accept import accept
 from serving.requests.dense_inputs import encode_dense
 from serving.requests.encoding import encode
-from tests.support.long_cases import one_in
 from tests.support.random_user_sides import USER_SIDE, Meeting, meeting
 from tests.support.scored_models import EXACT
 from tests.support.shared import Ranking, ranking
 from tests.support.user_sides import used_from
 
-# All SHORT ones are computed once per user. RANDOM_MODELS=300 makes more LONG ones.
-SHORT, LONG = range(20), range(20, int(os.environ.get("RANDOM_MODELS", "60")))
+# Of the first 60, those that have between them nearly every two things that may be drawn. RANDOM_MODELS=300 makes more.
+CHOSEN = (5, 6, 9, 11, 14, 18, 20, 21, 23, 24, 25, 34, 36, 40, 41, 43, 47, 48, 51, 52, 55, 56)
+LONG = (*CHOSEN, *range(60, int(os.environ.get("RANDOM_MODELS", "60"))))
+# All of these are computed once per user.
+ONCE_PER_USER = range(20)
 # The items of each request: fewer than are worth it, one slice, several, and several of which two overlap.
 SIZES = (3, 16, 21, 39)
 
 
-@pytest.mark.parametrize("seed", [*one_in(10, SHORT), *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
+@pytest.mark.parametrize("seed", [0, 10, *(pytest.param(seed, marks=pytest.mark.long) for seed in LONG)])
 def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_side, "SLICES", (16, 8, 4))
     module = meeting(seed)
@@ -40,7 +42,7 @@ def test_random_rankers_answer_as_by_themselves(tmp_path: Path, seed: int, monke
         assert part is not None
         # Of few, a probe shows more rounding than it allows between samples in another order.
         assert (part.user_side is None) == part.mixes_samples, engine.bundle.manifest.notes
-        assert seed not in SHORT or part.user_side is not None
+        assert seed not in ONCE_PER_USER or part.user_side is not None
         every = [
             ranking(module, USER_SIDE, *module.request(np.random.default_rng((seed, size)), size)) for size in SIZES
         ]
