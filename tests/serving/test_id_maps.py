@@ -18,7 +18,7 @@ from serving.bundle.manifest import Capability
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
-from tests.support.long_cases import one_in
+from tests.support.long_cases import fewer_examples, one_in
 from tests.support.managed_collision import (
     KEYS,
     POLICIES,
@@ -41,6 +41,7 @@ FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 BOTH = [pytest.param(SPECS, id="pooled"), pytest.param(ROWS, id="sequences")]
 
 
+@fewer_examples
 @given(data=st.data())
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     modules: dict[str, Any] = {}

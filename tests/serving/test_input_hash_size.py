@@ -28,7 +28,7 @@ from tests.serving.test_id_maps import FP32
 from tests.support.checkpoint_files import save_dcp
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.long_cases import one_in
+from tests.support.long_cases import fewer_examples, one_in
 from tests.support.managed_collision import (
     assert_equal,
     assert_right,
@@ -97,6 +97,7 @@ def test_ids_and_edges_are_those_of_torchrec(
     assert all(parity.trained is not None for parity in engine.bundle.manifest.parity)
 
 
+@fewer_examples
 @given(data=st.data())
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     pooling = data.draw(st.sampled_from(POOLINGS))

@@ -21,7 +21,7 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.long_cases import one_in
+from tests.support.long_cases import fewer_examples, one_in
 from tests.support.lookups import lookup_async
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.position_weights import LONGEST, positioned
@@ -58,6 +58,7 @@ def assert_right(answer: Any, module: FeatureProcessedEmbeddingBagCollection, ba
         np.testing.assert_allclose(answer[name], rows.detach(), rtol=1e-6, atol=4e-6, err_msg=name)
 
 
+@fewer_examples
 @given(data=st.data())
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     keys = ("a", "b", "c", "d")

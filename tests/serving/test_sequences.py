@@ -27,7 +27,7 @@ from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
 from serving.requests.validate import validate
 from tests.support import bundle_reader
 from tests.support.commands import tbe_export
-from tests.support.long_cases import one_in
+from tests.support.long_cases import fewer_examples, one_in
 from tests.support.merged_answers import merged_answers
 from tests.support.models import Spec, collection, flat, random_bags
 from tests.support.sequence_models import FP32, ROWS, SPECS, Mixed, assert_rows, kjt_of, sequences
@@ -35,6 +35,7 @@ from tests.support.sequence_models import FP32, ROWS, SPECS, Mixed, assert_rows,
 pytestmark = pytest.mark.usefixtures("any_torchscript")
 
 
+@fewer_examples
 @given(data=st.data())
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     """Keys are read by tables of both collections, and by several of one."""

@@ -21,6 +21,7 @@ from serving.requests.merge import merge
 from serving.requests.types import EMBEDDINGS, Tensors
 from serving.requests.validate import validate
 from tests.support import bundle_reader, oracle
+from tests.support.long_cases import fewer_examples
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
 from tests.support.sharded_exports import sharded
 
@@ -88,6 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@fewer_examples
 @given(case=cases())
 def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     module = collection(case.specs, weighted=case.weighted, seed=case.seed % 1000)
