@@ -17,7 +17,6 @@ from serving.client import LookupClient, Retries
 from serving.errors import InternalError, InvalidRequest
 from serving.server import Server, run_server
 from tests.export.scores.test_in_place import WritesByModule
-from tests.support.long_cases import one_in
 from tests.support.models import flat
 from tests.support.scored_models import (
     EXACT,
@@ -75,7 +74,7 @@ def assert_same(scores: Any, expected: Any) -> None:
         np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
-@pytest.mark.parametrize("name", one_in(2, ["surges", "relative"]))
+@pytest.mark.parametrize("name", ["surges", "relative"])
 def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, name: str) -> None:
     """Dense inputs are of all sizes, and 16 clients ask at once, so that requests are merged."""
     scales = np.random.default_rng(0).choice([1e-3, 1.0, 1e3, 1e6], 16 * 4)
