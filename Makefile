@@ -57,10 +57,12 @@ test-all: test ## Everything: then also what goes on for long or waits for real 
 	@$(PYTEST) -m "(long or hypothesis) and not kube" --hypothesis-profile long
 	@$(MAKE) --no-print-directory test-stack STACK=2.14
 
-# From training to a server and a router: what calls torch, torchrec and FBGEMM in ways of its own.
+# From training to a server and a router: what calls torch, torchrec and FBGEMM in ways of its own. Calls to hosts that
+# fail, and the messages of a router, do not.
 test-stack: $(STAMP) ## The tests that a release of torch may break, with STACK=2.14
 	@$(PYTEST) tests/export/parity tests/export/plan tests/export/rows tests/export/scores \
-	  tests/export/trained tests/serving/lookup tests/serving/router tests/serving/test_engine.py \
+	  tests/export/trained tests/serving/lookup tests/serving/router/test_routed_scores.py \
+	  tests/serving/router/test_router_ranks.py tests/serving/test_engine.py \
 	  tests/serving/test_output_dtypes.py tests/serving/test_pins.py tests/serving/test_sequences.py \
 	  tests/serving/test_sequences_served.py tests/serving/test_torch_libraries.py
 
