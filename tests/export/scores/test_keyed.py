@@ -141,8 +141,14 @@ def assert_served(module: nn.Module, bundle: Path) -> None:
             np.testing.assert_allclose(scores[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
-@pytest.mark.parametrize("model", one_in(4, MODELS))
-@pytest.mark.parametrize("fresh", one_in(2, [True, False]), ids=["fresh", "used"])
+@pytest.mark.parametrize(
+    ("model", "fresh"),
+    [
+        *one_in(4, [(model, True) for model in MODELS]),
+        # What a module has seen matters to KTRegroupAsDict alone, which keeps it.
+        *(pytest.param(model, False, marks=pytest.mark.long) for model in (Loops, RegroupsBoth, RegroupsNarrow)),
+    ],
+)
 def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
     """A fresh module has seen no batch: TorchRec's KTRegroupAsDict does not know the keys yet."""
     module = trained(model())

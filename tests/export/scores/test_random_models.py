@@ -32,7 +32,7 @@ KEYS = ("a", "b", "c", "d", "e")
 # Real Tritons are slow to start: so many models are served, all by one.
 SERVED = 4
 # RANDOM_MODELS=200 makes more of them.
-MORE = int(os.environ.get("RANDOM_MODELS", "40"))
+MORE = int(os.environ.get("RANDOM_MODELS", "24"))
 
 
 class Random(nn.Module):
