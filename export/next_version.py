@@ -98,7 +98,7 @@ def compact(
         for host, part, new in zip(router.hosts, parts, drafts, strict=True):
             assert number is not None  # noqa: S101  there are hosts
             filled = _filled(new, part, last, trusted, copied, {})
-            continued = part.name if until is None else None
+            continued = part.folder.name if until is None else None
             host_bundle = msgspec.structs.replace(host, version=number, manifest=filled.digest, lineage=continued)
             hosts[host_bundle] = filled
         _filled(model_draft, lineage, last, trusted, copied, hosts)
@@ -112,7 +112,7 @@ def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
     manifest = lineage.bundle.manifest
     return msgspec.structs.replace(
         manifest,
-        compacted=Compacted(lineage.name, last) if until is None else None,
+        compacted=Compacted(lineage.folder.name, last) if until is None else None,
         exported_at=time.time(),
         notes=(*manifest.notes, f"rows of version {lineage.bundle.path.name}, and deltas up to {last}"),
     )
@@ -255,7 +255,9 @@ def export_next(
         for host, bundle, before, new in zip(hosts, bundles[:-1], lineages[:-1], host_drafts, strict=True):
             assert version is not None  # noqa: S101  there are hosts
             digest = _fill_next(new, bundle, before, sequence, ())
-            host_bundles.append(msgspec.structs.replace(host, version=version, manifest=digest, lineage=before.name))
+            host_bundles.append(
+                msgspec.structs.replace(host, version=version, manifest=digest, lineage=before.folder.name)
+            )
         _fill_next(model_draft, exported.bundle, lineage, sequence, host_bundles)
         for new in host_drafts:
             new.publish()
@@ -274,7 +276,7 @@ def _check_same_hosts(exported: Bundle, before: Bundle) -> None:
 def _fill_next(new: Draft, bundle: Bundle, lineage: Lineage, sequence: int, hosts: Sequence[HostBundle]) -> str:
     """Move an exported bundle into a draft that continues a lineage after a delta. Returns the draft's digest."""
     _take(bundle, new.path, lineage.bundle)
-    compacted = Compacted(lineage.name, sequence)
+    compacted = Compacted(lineage.folder.name, sequence)
     write_manifest(new.path, msgspec.structs.replace(bundle.manifest, compacted=compacted, hosts=tuple(hosts)))
     return open_bundle(new.path).digest
 

@@ -20,7 +20,6 @@ from serving.bundle.lineage import (
     delta_path,
     files_in,
     files_of,
-    lineage_of,
     needed_files,
     reached,
     squashed_names,
@@ -292,7 +291,7 @@ def lineages(model: Path) -> list[LiveLineage]:
 def _lineage(version: Path) -> tuple[str, int]:
     """The lineage of a version, which never changes, and the last delta that is in its rows."""
     bundle = open_bundle(version)
-    return lineage_of(bundle.digest, bundle.manifest.compacted), bundle.manifest.sequence
+    return bundle.lineage, bundle.manifest.sequence
 
 
 def _is_after(name: str, after: int) -> bool:

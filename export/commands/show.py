@@ -13,7 +13,7 @@ from rich.table import Table
 from export.plan.report import PlanReport, Transfer
 from export.values import error_text, size_text
 from serving.bundle.id_maps import IdMap
-from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, steps_in
+from serving.bundle.lineage import delta_path, deltas_folder, steps_in
 from serving.bundle.load import Bundle, versions
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.plan import ROUTER
@@ -297,7 +297,7 @@ def show_cached(bundle: Path, manifest: Manifest) -> None:
 def show_deltas(bundle: Bundle) -> None:
     """Print which deltas are part of a bundle, and the later ones beside the repository, if any."""
     model, manifest = bundle.path.absolute().parent, bundle.manifest
-    folder = deltas_folder(model.parent) / model.name / lineage_of(bundle.digest, manifest.compacted)
+    folder = deltas_folder(model.parent) / model.name / bundle.lineage
     if manifest.compacted is not None:
         out.print(f"compacted: deltas up to {manifest.sequence} of lineage {folder.name} are part of it")
     if steps := [step for step in steps_in(folder) if step.sequence > manifest.sequence]:

@@ -18,7 +18,7 @@ from export.rows.quantize import quantize
 from export.rows.table_error import CoarseRows, TableError
 from serving.bundle.delta import IDS, ROWS, ChangedRows, Delta, open_delta, tables_in
 from serving.bundle.formats import Bytes
-from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached, steps_in
+from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.bundle.tables import Table
@@ -107,9 +107,8 @@ def deltas_of(lineage: Lineage, until: int | None, trusted: TrustedKeys | None) 
     """
     folder = lineage.folder
     last = folder.newest if until is None else until
-    if (store := folder.store) is not None:  # it may have more deltas than servers of this machine needed
-        store.bring(folder.model, folder.lineage, folder.since, all_files=True)
-    steps = steps_in(folder.path) if store is None else store.steps(folder.model, folder.lineage)
+    folder.fetch(folder.since)  # a store may have more deltas than servers of this machine needed
+    steps = folder.steps()
     applied = folder.since
     if (complete := reached([step for step in steps if step.sequence <= last], applied)) < last:
         alternatives = [step.sequence for step in steps if step.since <= complete < last < step.sequence]

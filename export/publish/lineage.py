@@ -4,8 +4,8 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,8 @@ from serving.bundle.lineage import (
     delta_path,
     delta_signature,
     deltas_folder,
-    lineage_of,
+    files_in,
+    files_of,
     lineage_of_host,
     reached,
     steps_in,
@@ -57,9 +58,12 @@ class PublishedDelta(NamedTuple):
 
 
 class LineageFolder(NamedTuple):
-    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>.
+    """The deltas of a lineage, in a folder, <deltas>/<model>/<lineage>, or in a store.
 
     Attributes:
+        deltas: the folder of all deltas.
+        model: the model's name.
+        name: the lineage's name.
         since: the number of the last delta in the version's own rows, so that the folder needs none up to it.
         store: the store of the deltas. The folder has the ones that this machine needed. None: the folder has
             all of them.
@@ -67,14 +71,45 @@ class LineageFolder(NamedTuple):
 
     deltas: Path
     model: str
-    lineage: str
+    name: str
     since: int = 0
     store: DeltaStore | None = None
 
     @property
     def path(self) -> Path:
         """The folder itself."""
-        return self.deltas / self.model / self.lineage
+        return self.deltas / self.model / self.name
+
+    def steps(self) -> list[Step]:
+        """All its deltas in order, also those of the store that the folder lacks.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached.
+        """
+        return steps_in(self.path) if self.store is None else self.store.steps(self.model, self.name)
+
+    def fetch(self, after: int) -> None:
+        """Fetch all deltas after the number `after` into the folder, if they are in a store.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached.
+        """
+        if self.store is not None:
+            self.store.bring(self.model, self.name, after, all_files=True)
+
+    def remove(self, steps: Collection[Step]) -> None:
+        """Remove deltas and their signatures, and the folder if it is empty then.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached, or refuses removals.
+        """
+        if self.store is not None:
+            self.store.remove(self.model, self.name, steps)
+            return
+        for name in files_of(files_in(self.path), steps):
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     @property
     def newest(self) -> int:
@@ -85,7 +120,7 @@ class LineageFolder(NamedTuple):
             ServerUnavailable: the store cannot be reached.
         """
         if self.store is not None:
-            self.store.refresh(LiveLineage(self.model, self.lineage, self.since))
+            self.store.refresh(LiveLineage(self.model, self.name, self.since))
         steps = [step for step in steps_in(self.path) if step.sequence > self.since]
         newest = reached(steps, self.since)
         if steps and steps[-1].sequence > newest:
@@ -128,9 +163,9 @@ class LineageFolder(NamedTuple):
     def _write(
         self, path: Path, metadata: dict[str, str], stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None
     ) -> Path | None:
-        content = _content(stored, {"format": FORMAT, "lineage": self.lineage} | metadata)
+        content = _content(stored, {"format": FORMAT, "lineage": self.name} | metadata)
         signature = None if key is None else delta_signature(path, content)
-        signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.lineage)
+        signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.name)
         if self.store is not None:
             files = [(path, content)] if signature is None else [(signature, signed), (path, content)]
             return path if self.store.add(files) else None
@@ -199,21 +234,30 @@ def host_rows(router: Manifest, host: int, stored: Mapping[str, ChangedRows]) ->
     return by_table
 
 
+def locate_deltas(repository: Path, deltas: Path | str | None) -> tuple[Path, DeltaStore | None]:
+    """The folder of all deltas of a repository, and their store. `deltas` is as for `publish_delta`."""
+    if (store := store_of(deltas)) is not None:
+        return store.folder, store
+    return deltas_folder(repository) if deltas is None else Path(deltas), None
+
+
 @dataclass(frozen=True, slots=True)
 class Lineage:
     """The lineage of a version, to which deltas are published.
 
     Attributes:
         bundle: the version's bundle.
-        name: the lineage's name.
-        deltas: the folder of all deltas.
-        store: the store of the deltas, see `LineageFolder`.
+        folder: its deltas.
     """
 
     bundle: Bundle
-    name: str
-    deltas: Path
-    store: DeltaStore | None = None
+    folder: LineageFolder
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, deltas: Path, store: DeltaStore | None) -> "Lineage":
+        """The lineage of a bundle, whose deltas are where `locate_deltas` says."""
+        model, since = bundle.path.parent.name, bundle.manifest.sequence
+        return cls(bundle, LineageFolder(deltas, model, bundle.lineage, since, store))
 
     @classmethod
     def of(
@@ -234,10 +278,7 @@ class Lineage:
         bundle = open_bundle(repository / model / str(number), trusted)
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
-        name = lineage_of(bundle.digest, bundle.manifest.compacted)
-        if (store := store_of(deltas)) is not None:
-            return cls(bundle, name, store.folder, store)
-        return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
+        return cls.of_bundle(bundle, *locate_deltas(repository, deltas))
 
     def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
         """The lineage of a host's bundle in the same repository. Its deltas have the same numbers.
@@ -246,17 +287,11 @@ class Lineage:
             BundleError: the bundle is missing or a different one, or none of the keys signed it.
         """
         bundle, named = open_host(self.bundle, host, trusted), lineage_of_host(host)
-        if (lineage := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
+        if bundle.lineage != named:
             raise BundleError(
-                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {lineage}"
+                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {bundle.lineage}"
             )
-        return Lineage(bundle, named, self.deltas, self.store)
-
-    @property
-    def folder(self) -> LineageFolder:
-        """The folder of its deltas."""
-        model, since = self.bundle.path.parent.name, self.bundle.manifest.sequence
-        return LineageFolder(self.deltas, model, self.name, since, self.store)
+        return Lineage.of_bundle(bundle, self.folder.deltas, self.folder.store)
 
     def publish(self, stored: Mapping[str, ChangedRows], key: Ed25519PrivateKey | None) -> PublishedDelta:
         """Write stored rows as the next delta. For a router, write one delta for each host, and then its own.
@@ -280,7 +315,7 @@ class Lineage:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             yield
         except OSError as error:
-            other = "folder, --deltas, here and for servers" if self.store is None else "cache, XDG_CACHE_HOME"
+            other = "folder, --deltas, here and for servers" if self.folder.store is None else "cache, XDG_CACHE_HOME"
             raise PublishError(
                 f"{self.folder.path}: cannot be written: {error.strerror}: name another {other}"
             ) from error
@@ -298,9 +333,7 @@ class Lineage:
         """
         router = self.bundle.manifest
         parts = {
-            LineageFolder(self.deltas, host.model, lineage_of_host(host), router.sequence, self.store): host_rows(
-                router, host.host, stored
-            )
+            self.folder._replace(model=host.model, name=lineage_of_host(host)): host_rows(router, host.host, stored)
             for host in router.hosts
         }
         parts[self.folder] = own_rows(router, stored)

@@ -11,17 +11,13 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
+from export.publish.lineage import LineageFolder, locate_deltas
 from serving.bundle.delta import open_delta
 from serving.bundle.lineage import (
     MOST_DELTAS,
     Step,
-    deltas_folder,
-    files_in,
-    files_of,
-    lineage_of,
     next_step,
     reached,
-    steps_in,
 )
 from serving.bundle.load import (
     Bundle,
@@ -37,7 +33,6 @@ from serving.bundle.manifest import MANIFEST
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
-from serving.delta_store import store_of
 from serving.errors import BundleError, ConfigurationError
 from serving.files import replacing
 from serving.model.config_file import CONFIG, read_config, settings_of
@@ -138,7 +133,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
-    all_deltas = _Deltas(model, deltas)
+    folder, store = locate_deltas(model.parent, deltas)
     remaining = versions(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
@@ -160,11 +155,11 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
             remaining.remove(version)
             unneeded = 0
             if removed is not None:
-                lineage = lineage_of(removed.digest, removed.manifest.compacted)
-                unneeded_steps = _unneeded_deltas(all_deltas, lineage, [model / str(number) for number in remaining])
+                lineage = LineageFolder(folder, model.name, removed.lineage, store=store)
+                unneeded_steps = _unneeded_deltas(lineage, [model / str(number) for number in remaining])
                 unneeded = len(unneeded_steps)
                 if not dry_run:
-                    all_deltas.remove(lineage, unneeded_steps)
+                    lineage.remove(unneeded_steps)
             yield Fate(version, None, unneeded)
 
 
@@ -185,23 +180,25 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
         ServerUnavailable: the store of the deltas cannot be reached, or refuses removals.
     """
     model = Path(os.path.abspath(model))
-    all_deltas, needed = _Deltas(model, deltas), defaultdict(list)
+    folder, store = locate_deltas(model.parent, deltas)
+    needed = defaultdict(list)
     for version in versions(model):
-        manifest = (bundle := open_bundle(model / str(version))).manifest
-        needed[lineage_of(bundle.digest, manifest.compacted)].append(manifest)
+        bundle = open_bundle(model / str(version))
+        needed[bundle.lineage].append(bundle.manifest)
     removed = 0
-    for lineage, manifests in needed.items():
-        steps = all_deltas.steps(lineage)
+    for name, manifests in needed.items():
+        lineage = LineageFolder(folder, model.name, name, store=store)
+        steps = lineage.steps()
         if any(step.is_squashed for step in steps):
             next_steps = [next_step(steps, manifest.sequence) for manifest in manifests]
             replaced = [step for step in steps if step.sequence < min(next_steps).sequence]
             if replaced:
-                folder = all_deltas.folder(lineage, min(next_steps).sequence - 1)
+                lineage.fetch(min(next_steps).sequence - 1)
                 for step in {step for step in next_steps if step.is_squashed}:
-                    open_delta(folder, step, manifests[0])
+                    open_delta(lineage.path, step, manifests[0])
             removed += len(replaced)
             if not dry_run:
-                all_deltas.remove(lineage, replaced)
+                lineage.remove(replaced)
     return removed
 
 
@@ -219,50 +216,20 @@ def read_deltas(bundle: Bundle, deltas: Path | str | None) -> tuple[int, list[st
         ServerUnavailable: the store of the deltas cannot be reached.
     """
     manifest = bundle.manifest
-    all_deltas = _Deltas(Path(os.path.abspath(bundle.path)).parent, deltas)
-    lineage = lineage_of(bundle.digest, manifest.compacted)
-    steps = [step for step in all_deltas.steps(lineage) if step.sequence > manifest.sequence]
-    folder = all_deltas.folder(lineage, manifest.sequence)
+    model = Path(os.path.abspath(bundle.path)).parent
+    all_deltas, store = locate_deltas(model.parent, deltas)
+    folder = LineageFolder(all_deltas, model.name, bundle.lineage, manifest.sequence, store)
+    steps = [step for step in folder.steps() if step.sequence > manifest.sequence]
+    folder.fetch(manifest.sequence)
     problems = []
     for step in steps:
         try:
-            open_delta(folder, step, manifest)
+            open_delta(folder.path, step, manifest)
         except BundleError as error:
             problems.append(str(error))
     if steps and (last := reached(steps, manifest.sequence)) < steps[-1].sequence:
         problems.append(f"{bundle.path}: delta {last + 1} is missing, and {steps[-1].sequence} is there")
     return len(steps), problems
-
-
-class _Deltas:
-    """The deltas of a model, in a folder or a store. `deltas` is as for `prune`."""
-
-    def __init__(self, model: Path, deltas: Path | str | None) -> None:
-        self._model, self._store = model.name, store_of(deltas)
-        self._folder = deltas_folder(model.parent) if deltas is None else Path(deltas)
-
-    def steps(self, lineage: str) -> list[Step]:
-        if self._store is not None:
-            return self._store.steps(self._model, lineage)
-        return steps_in(self._folder / self._model / lineage)
-
-    def folder(self, lineage: str, after: int) -> Path:
-        """The folder with the deltas after the number `after`, which are fetched if they are in a store."""
-        if self._store is None:
-            return self._folder / self._model / lineage
-        self._store.bring(self._model, lineage, after, all_files=True)
-        return self._store.folder / self._model / lineage
-
-    def remove(self, lineage: str, steps: Sequence[Step]) -> None:
-        """Remove deltas and their signatures, and their folder if it is empty then."""
-        if self._store is not None:
-            self._store.remove(self._model, lineage, steps)
-            return
-        folder = self._folder / self._model / lineage
-        for name in files_of(files_in(folder), steps):
-            (folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
@@ -308,16 +275,12 @@ def _bundle(version: Path) -> Bundle | None:
     return None
 
 
-def _unneeded_deltas(deltas: _Deltas, lineage: str, remaining: Iterable[Path]) -> list[Step]:
+def _unneeded_deltas(lineage: LineageFolder, remaining: Iterable[Path]) -> list[Step]:
     """The deltas of a removed version's lineage that no remaining version needs."""
     bundles = [_bundle(path) for path in remaining]
     readable = [bundle for bundle in bundles if bundle is not None]
     if len(readable) < len(bundles):  # the unreadable one may need them
         return []
-    in_rows = [
-        bundle.manifest.sequence
-        for bundle in readable
-        if lineage_of(bundle.digest, bundle.manifest.compacted) == lineage
-    ]
+    in_rows = [bundle.manifest.sequence for bundle in readable if bundle.lineage == lineage.name]
     last = min(in_rows, default=MOST_DELTAS)
-    return [step for step in deltas.steps(lineage) if step.sequence <= last]
+    return [step for step in lineage.steps() if step.sequence <= last]

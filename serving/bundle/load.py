@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from serving.bundle.lineage import lineage_of
 from serving.bundle.manifest import MANIFEST, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, path_of
@@ -135,6 +136,11 @@ class Bundle:
     path: Path
     manifest: Manifest
     digest: str
+
+    @property
+    def lineage(self) -> str:
+        """The name of its lineage."""
+        return lineage_of(self.digest, self.manifest.compacted)
 
     def _repr_html_(self) -> str:
         """Its path and tables, as notebooks show them."""

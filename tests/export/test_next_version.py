@@ -34,7 +34,7 @@ from export.publish import delta
 from export.publish.lineage import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
-from serving.bundle.lineage import delta_path, deltas_folder, lineage_of
+from serving.bundle.lineage import delta_path, deltas_folder
 from serving.bundle.scores import SCORES
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
@@ -63,7 +63,7 @@ def weights_of(bundle: Path) -> dict[str, bytes]:
 
 
 def names(bundle: Bundle) -> str:
-    return lineage_of(bundle.digest, bundle.manifest.compacted)
+    return bundle.lineage
 
 
 def ones(rows: int = 1, dim: int = 8) -> npt.NDArray[np.float32]:

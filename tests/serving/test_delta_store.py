@@ -35,7 +35,7 @@ from export.publish.lineage import Lineage
 from export.publish.published import prune_squashed
 from export.publish.push import push
 from serving.bundle.delta import ChangedRows
-from serving.bundle.lineage import Step, delta_path, lineage_of, steps_in
+from serving.bundle.lineage import Step, delta_path, steps_in
 from serving.bundle.load import open_bundle
 from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
@@ -109,10 +109,10 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
         machine(name)
         stores.append(DeltaStore(f"{url}.deltas"))
     opened = open_bundle(bundle)
-    name = lineage_of(opened.digest, opened.manifest.compacted)
+    name = opened.lineage
 
     def publish_ten(number: int) -> list[int]:
-        publisher = Lineage(opened, name, stores[number].folder, stores[number])
+        publisher = Lineage.of_bundle(opened, stores[number].folder, stores[number])
         rows = ChangedRows(np.array([number]), np.full((1, DIM), number, np.float32).view(np.uint8))
         return [publisher.publish({"t": rows}, None).sequence for _ in range(10)]
 

@@ -52,7 +52,7 @@ KINDS = [
 
 def folder_of(bundle: Path) -> Path:
     opened = open_bundle(bundle)
-    name = lineage_of(opened.digest, opened.manifest.compacted)
+    name = opened.lineage
     return deltas_folder(bundle.parent.parent) / bundle.parent.name / name
 
 
