@@ -27,6 +27,7 @@ from serving.lookup.build_program import build_program
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
 from serving.requests.accept import accept
+from serving.requests.answers import decode_rows
 from serving.requests.batches import Batch
 from serving.requests.id_maps import IdMaps, known_of_keys
 from serving.requests.schema import schema_of
@@ -183,17 +184,15 @@ def by_feature(manifest: Manifest, request: Tensors, outputs: Outputs) -> ByFeat
     """Split the outputs of a request for all keys by feature: [B, dim] if it is pooled, otherwise [n, dim]."""
     lengths = request.lengths.reshape(len(manifest.keys), -1).sum(axis=1)
     ids = dict(zip(manifest.keys, lengths.tolist(), strict=True))
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    column = element = 0
-    for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
-        if table.is_sequence:
-            count = ids[feature.key] * table.dim
-            arrays[feature.name] = outputs[SEQUENCES][element : element + count].reshape(-1, table.dim)
-            element += count
-        else:
-            arrays[feature.name] = outputs[EMBEDDINGS][:, column : column + table.dim]
-            column += table.dim
-    return arrays
+    shapes = {
+        feature.name: (ids[feature.key], table.dim)
+        for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+        if table.is_sequence
+    }
+    arrays = decode_rows(outputs[SEQUENCES], shapes) if shapes else {}
+    for name, (first, last) in manifest.pooled_columns.items():
+        arrays[name] = outputs[EMBEDDINGS][:, first:last]
+    return {feature.name: arrays[feature.name] for feature in manifest.features}
 
 
 def assembled_manifest(router: Manifest) -> Manifest:

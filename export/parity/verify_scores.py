@@ -16,14 +16,13 @@ from export.config import Example
 from export.errors import ModelError, ParityError
 from export.ids.id_maps import build_maps
 from export.parity.fresh_process import FreshProcess
-from export.scores.collection_columns import spans_of_features
 from export.scores.dense_part import CompiledDensePart, compare_scores, compile_dense_part
 from export.scores.probe_inputs import ByFeature, probe_inputs, with_embeddings
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained
 from export.user_side.compile import SplitPart, difference_from_whole
 from serving.bundle.load import Bundle
-from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFormat, DensePart
+from serving.bundle.scores import ITEMS_PROGRAM, USER_PROGRAM, DenseFormat, DensePart, UserSide
 from serving.errors import ConfigurationError
 from serving.lookup.aot_inductor import misfit
 from serving.lookup.dense_files import load_user_side
@@ -84,7 +83,7 @@ def verify_scores(
         if mixing is not None:
             failures.append(f"requests are merged, but {mixing}: export it again")
     if part.user_side is not None:
-        failures += _failures_of_user_side(bundle, part, program, inputs)
+        failures += _failures_of_user_side(bundle, part, part.user_side, program, inputs)
     if scored is None:
         return _with_merged(part, merged, alone), failures
     with torch.no_grad():
@@ -101,14 +100,13 @@ def verify_scores(
 
 
 def _failures_of_user_side(
-    bundle: Bundle, part: DensePart, program: DenseProgram, inputs: DenseInputs
+    bundle: Bundle, part: DensePart, side: UserSide, program: DenseProgram, inputs: DenseInputs
 ) -> Iterator[str]:
     """A line if many items of one user get other scores than the whole dense part has for them."""
     if torchscript_error():
         return
     user, items = load_user_side(bundle)
-    keys = {feature.name: feature.key for feature in bundle.manifest.features}
-    split = SplitPart(part, keys, spans_of_features(bundle.manifest))
+    split = SplitPart.of(part, side.names, bundle.manifest)
     difference = difference_from_whole(user, items, split, partial(_scores, program), [inputs])
     if difference is not None:
         yield f"{USER_PROGRAM} and {ITEMS_PROGRAM}: {difference}: export it again"

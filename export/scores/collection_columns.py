@@ -1,6 +1,5 @@
-"""The columns of each collection and feature in the embeddings of a bundle."""
+"""The columns of each collection in the embeddings of a bundle."""
 
-import numpy as np
 from torch import nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
@@ -12,7 +11,7 @@ from serving.bundle.manifest import Manifest
 
 def collection_columns(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
     """The columns of each collection in the embeddings of the bundle."""
-    spans = spans_of_features(manifest)
+    spans = manifest.pooled_columns
     dims = {
         feature.name: table.dim for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
     }
@@ -30,14 +29,3 @@ def collection_columns(trained: Trained, manifest: Manifest) -> dict[nn.Module, 
             spans=[] if is_sequence(collection) else [spans[name] for name in features],
         )
     return columns
-
-
-def spans_of_features(manifest: Manifest) -> dict[str, tuple[int, int]]:
-    """The columns of each pooled feature in the embeddings of a request, [first, last)."""
-    dims = {
-        feature.name: table.dim
-        for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
-        if not table.is_sequence
-    }
-    ends = np.cumsum([*dims.values()]).tolist()
-    return {name: (end - dim, end) for (name, dim), end in zip(dims.items(), ends, strict=True)}

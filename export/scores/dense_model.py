@@ -15,7 +15,6 @@ from export.capture.stub_collections import Collections
 from export.capture.trace import EMBEDDINGS
 from export.config import Example
 from export.errors import ModelError
-from export.scores.collection_columns import spans_of_features
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph
 from export.scores.eager_model import model_errors
 from export.scores.find_dense_inputs import find_dense_inputs
@@ -76,7 +75,7 @@ def dense_model_of_module(
         ConfigurationError: the width of an input is not known.
     """
     _expect_pooled(trained)
-    subgraph = _wrap_module(user_module, spans_of_features(manifest), widths)
+    subgraph = _wrap_module(user_module, manifest.pooled_columns, widths)
     dense_inputs = find_dense_inputs(subgraph, widths)
     request = probe_request(manifest, None, known_ids)
     return DenseModel("", user_module, subgraph, dense_inputs, request, probe_inputs(manifest, request, dense_inputs))

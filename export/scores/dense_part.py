@@ -20,7 +20,7 @@ from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
 from export.config import Example
 from export.errors import ModelError
-from export.scores.collection_columns import collection_columns, spans_of_features
+from export.scores.collection_columns import collection_columns
 from export.scores.dense_formats import DenseFormats, compile_formats
 from export.scores.dense_model import (
     DenseModel,
@@ -60,7 +60,6 @@ from serving.bundle.scores import (
     DenseDtype,
     DenseFile,
     DensePart,
-    UserSide,
 )
 from serving.requests.types import Ids, Tensors
 
@@ -173,10 +172,7 @@ def compile_dense_part(
     part = msgspec.structs.replace(part, together=_keys_of_equal_lengths(part, manifest, inputs))
     notes, programs = (*dense_model.notes, *formats.notes), None
     if user_side:
-        names = names_of_user_side(user_side, manifest, part)
-        described = msgspec.structs.replace(part, user_side=UserSide(names, 0, 0))
-        key_of_feature = {feature.name: feature.key for feature in manifest.features}
-        split = SplitPart(described, key_of_feature, spans_of_features(manifest))
+        split = SplitPart.of(part, names_of_user_side(user_side, manifest, part), manifest)
         compiled = compile_user_side(trace, split, serve, probes)
         if isinstance(compiled, str):
             notes = (*notes, f"user_side: all requests are scored by the whole dense part: {compiled}")
@@ -329,8 +325,8 @@ def _keys_of_equal_lengths(part: DensePart, manifest: Manifest, inputs: DenseInp
 
     Either the dense part takes something of these keys, or the forward passes the lengths of one for another.
     """
-    key_of_feature = {feature.name: feature.key for feature in manifest.features}
-    used = [part.key_of(jagged, key_of_feature) for jagged in part.jagged]
+    keys = manifest.key_of_feature
+    used = [part.key_of(jagged, keys) for jagged in part.jagged]
     shared = [key for pair in inputs.first.items() for key in pair if key in manifest.keys]
     groups: dict[str, list[str]] = {}
     for key in dict.fromkeys((*used, *shared)):

@@ -32,8 +32,8 @@ def probe_request(manifest: Manifest, part: DensePart | None, known_ids: Mapping
     """
     if part is None or not part.jagged:
         return make_probe(manifest, known_ids)
-    key_of_feature = {feature.name: feature.key for feature in manifest.features}
-    lengths = {part.key_of(jagged, key_of_feature): 1 for jagged in part.jagged}
+    keys = manifest.key_of_feature
+    lengths = {part.key_of(jagged, keys): 1 for jagged in part.jagged}
     return make_probe(manifest, known_ids, lengths | part.fixed_lengths)
 
 

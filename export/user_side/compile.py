@@ -1,6 +1,6 @@
 """Compile the dense part for many items of one user, and compare it with the whole dense part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -48,30 +48,23 @@ class SplitPart:
     """A dense part, and which of its inputs are the user's.
 
     Attributes:
-        part: its description, with the names of the user side.
-        keys: the key of each feature.
-        spans: the columns of each pooled feature in the embeddings, [first, last).
+        part: its description.
+        names: the keys and dense inputs of the user.
+        user_spans: the columns of the user's pooled features in the embeddings, [first, last).
+        arguments: the user's inputs, counted without the embeddings.
     """
 
     part: DensePart
-    keys: Mapping[str, str]
-    spans: Mapping[str, tuple[int, int]]
+    names: tuple[str, ...]
+    user_spans: Sequence[tuple[int, int]]
+    arguments: Sequence[int]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The keys and dense inputs of the user."""
-        assert self.part.user_side is not None  # noqa: S101
-        return self.part.user_side.names
-
-    @property
-    def user_spans(self) -> list[tuple[int, int]]:
-        """The columns of the user's pooled features."""
-        return [span for feature, span in self.spans.items() if self.keys[feature] in self.names]
-
-    @property
-    def arguments(self) -> list[int]:
-        """The user's inputs, counted without the embeddings."""
-        return self.part.user_arguments(self.keys)
+    @classmethod
+    def of(cls, part: DensePart, names: tuple[str, ...], manifest: Manifest) -> "SplitPart":
+        """A dense part of the bundle with `manifest`, whose user has the keys and dense inputs `names`."""
+        keys = manifest.key_of_feature
+        spans = [span for feature, span in manifest.pooled_columns.items() if keys[feature] in names]
+        return cls(part, names, spans, part.arguments_of(names, keys))
 
 
 def names_of_user_side(patterns: Sequence[str], manifest: Manifest, part: DensePart) -> tuple[str, ...]:

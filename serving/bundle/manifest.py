@@ -227,6 +227,22 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return by_key
 
     @property
+    def key_of_feature(self) -> dict[str, str]:
+        """The key that each feature reads, by the feature's name."""
+        return {feature.name: feature.key for feature in self.features}
+
+    @property
+    def pooled_columns(self) -> dict[str, tuple[int, int]]:
+        """The columns of each pooled feature in the embeddings of a request for all features, [first, last)."""
+        columns: dict[str, tuple[int, int]] = {}
+        first = 0
+        for feature, table in zip(self.features, self.feature_tables, strict=True):
+            if not table.is_sequence:
+                columns[feature.name] = first, first + table.dim
+                first += table.dim
+        return columns
+
+    @property
     def weighted_keys(self) -> tuple[str, ...]:
         """The keys whose ids carry per-id weights: a weighted table without position weights reads them."""
         sends = self.sends_weights

@@ -56,7 +56,7 @@ def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
     if sorted(numbers) != sorted(part.by_id):
         yield f"dense_part: jagged: expected NUMBERS of {sorted(part.by_id)}, once each, got {sorted(numbers)}"
         return
-    keys = {feature.name: feature.key for feature in manifest.features}
+    keys = manifest.key_of_feature
     keys_with_rows = {
         part.key_of(jagged, keys)
         for jagged in part.jagged

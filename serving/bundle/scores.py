@@ -2,7 +2,7 @@
 
 import enum
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -311,15 +311,16 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         names = tuple(file.name for file in self.files_by_speed)
         return names if self.user_side is None else (*names, USER_PROGRAM, ITEMS_PROGRAM)
 
-    def user_arguments(self, keys: Mapping[str, str]) -> list[int]:
-        """The positions of the user's arguments, counted without the embeddings: of `by_sample`, then of `jagged`.
+    def arguments_of(self, names: Collection[str], keys: Mapping[str, str]) -> list[int]:
+        """The positions of the arguments of some keys and dense inputs, counted without the embeddings.
 
         Args:
+            names: the keys and dense inputs.
             keys: the key of each feature.
         """
-        shared = () if self.user_side is None else self.user_side.names
-        names = [*(tensor.name for tensor in self.by_sample), *(self.key_of(jagged, keys) for jagged in self.jagged)]
-        return [number for number, name in enumerate(names) if name in shared]
+        arguments = [tensor.name for tensor in self.by_sample]
+        arguments += [self.key_of(jagged, keys) for jagged in self.jagged]
+        return [number for number, name in enumerate(arguments) if name in names]
 
     @property
     def files_by_speed(self) -> tuple[DenseFile, ...]:

@@ -270,7 +270,7 @@ def _slices(sizes: Sequence[int]) -> list[slice]:
 
 def _rows_at(manifest: Manifest, part: DensePart) -> dict[str | None, int]:
     """For each key whose ids an output has rows for, the index of an input that also has a row for each."""
-    keys = {feature.name: feature.key for feature in manifest.features}
+    keys = manifest.key_of_feature
     indices = {
         part.key_of(jagged, keys): index
         for index, jagged in enumerate(part.jagged, start=len(part.by_sample))

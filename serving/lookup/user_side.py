@@ -38,8 +38,8 @@ class UserSidePrograms:
     def __init__(self, bundle: Bundle, part: DensePart) -> None:
         self._part = part
         self._user, self._items = load_user_side(bundle)
-        keys = {feature.name: feature.key for feature in bundle.manifest.features}
-        self.of_user = part.user_arguments(keys)
+        shared = () if part.user_side is None else part.user_side.names
+        self.of_user = part.arguments_of(shared, bundle.manifest.key_of_feature)
         count = len(part.by_sample) + len(part.jagged)
         self._of_items = [number for number in range(count) if number not in self.of_user]
         first = len(part.by_sample)

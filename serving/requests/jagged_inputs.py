@@ -104,7 +104,7 @@ def sample_bounds(
         A function of jagged inputs and some sample numbers, which returns the start of each sample in each input; or
         None if the dense part has no jagged inputs, or takes one without its lengths.
     """
-    keys = {feature.name: feature.key for feature in manifest.features}
+    keys = manifest.key_of_feature
     lengths = {jagged.name: index for index, jagged in enumerate(part.jagged) if jagged.kind is JaggedKind.LENGTHS}
     # For each input, the rows of a sample if their number is fixed, or else the index of the input with the lengths.
     rows: list[tuple[int | None, int]] = []
@@ -137,7 +137,7 @@ def zero_jagged(manifest: Manifest, part: DensePart, samples: int, ids: int) -> 
     dims = {
         feature.name: table.dim for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
     }
-    keys = {feature.name: feature.key for feature in manifest.features}
+    keys = manifest.key_of_feature
     dense_inputs = {dense_input.name: dense_input for dense_input in part.inputs}
     arrays: list[Array] = []
     for jagged in part.jagged:
