@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from export.batchability.branches import find_branch
 from export.batchability.probes import Run, run_probes
@@ -22,10 +22,9 @@ from export.capture.graph_inputs import DenseInputs
 from export.errors import ModelError, compiler_line, first_line
 from export.relative_time import relative_time
 from export.scores.aot_inductor import compile_to_native
-from export.scores.dense_subgraph import DenseSubgraph
+from export.scores.dense_subgraph import DenseSubgraph, model_errors
 from export.scores.dense_weights import with_dtype
-from export.scores.eager_model import model_errors
-from export.scores.score_parity import dense_part_scores, expect_same_scores
+from export.scores.score_parity import expect_same_scores
 from export.trained.eval_mode import quiet
 from export.trained.source_location import line_of
 from serving.bundle.scores import EXPORTED_SCORES, SCORES, DenseDtype, DenseFile, DenseFormat
@@ -82,7 +81,6 @@ class DenseFormats:
 
 
 def compile_formats(
-    model: nn.Module,
     trace: DenseTrace,
     subgraph: DenseSubgraph,
     dtype: DenseDtype,
@@ -94,9 +92,8 @@ def compile_formats(
     """Compile a dense part to TorchScript where torch has it, and to an exported program where torch.export can.
 
     Args:
-        model: the model, for messages.
         trace: the dense part, with FP32 weights.
-        subgraph: names its inputs and outputs.
+        subgraph: has its inputs and outputs.
         dtype: of the weights that serve.
         requests: inputs on which the formats must agree. Those that the dense part refuses are skipped.
         native: also compile it to native code, for this file. None: it is not.
@@ -109,17 +106,17 @@ def compile_formats(
     files: list[CompiledFile] = []
     notes: list[str] = []
     scripted = None
-    name, reason = type(model).__name__, torchscript_error()
+    name, reason = subgraph.model_name, torchscript_error()
     if reason is None:
-        scripted = _compile_torchscript(model, with_dtype(trace.module, dtype, DenseFormat.TORCHSCRIPT))
+        scripted = _compile_torchscript(name, with_dtype(trace.module, dtype, DenseFormat.TORCHSCRIPT))
         files.append(_file(DenseFile(SCORES, DenseFormat.TORCHSCRIPT), scripted.save_to_buffer()))
     typed = with_dtype(trace.module, dtype, DenseFormat.EXPORTED_PROGRAM)
-    expected = partial(dense_part_scores, model, typed if scripted is None else scripted, subgraph)
+    expected = partial(subgraph.scores, typed if scripted is None else scripted)
 
     def compare(file: CompiledFile) -> CompiledFile:
-        run_float = partial(dense_part_scores, model, trace.module, subgraph)
+        run_float = partial(subgraph.scores, trace.module)
         compared = requests if dtype is not DenseDtype.INT8 else _finite(run_float, requests)
-        expect_same_scores(expected, partial(dense_part_scores, model, file.forward, subgraph), compared, dtype)
+        expect_same_scores(expected, partial(subgraph.scores, file.forward), compared, dtype)
         return file
 
     try:
@@ -160,15 +157,15 @@ def _finite(run: Run, requests: Sequence[DenseInputs]) -> list[DenseInputs]:
     ]
 
 
-def _compile_torchscript(model: nn.Module, module: fx.GraphModule) -> "torch.jit.ScriptModule":
-    """A dense part in TorchScript, frozen. `model`: for messages."""
+def _compile_torchscript(model_name: str, module: fx.GraphModule) -> "torch.jit.ScriptModule":
+    """A dense part in TorchScript, frozen."""
     lines = {node.name: line_of(node) for node in module.graph.nodes}
 
     def line_of_statement(statement: str) -> str:
         return lines.get(statement.partition(" = ")[0], "")
 
     line_of_error = partial(compiler_line, line_of=line_of_statement)
-    with torchscript(), quiet(), model_errors(model, "its forward cannot be compiled", line_of_error):
+    with torchscript(), quiet(), model_errors(model_name, "its forward cannot be compiled", line_of_error):
         program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(module).eval())
     return program
 

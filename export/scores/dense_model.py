@@ -15,8 +15,7 @@ from export.capture.stub_collections import Collections
 from export.capture.trace import EMBEDDINGS
 from export.config import Example
 from export.errors import ModelError
-from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph
-from export.scores.eager_model import model_errors
+from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, finish_subgraph, model_errors
 from export.scores.find_dense_inputs import find_dense_inputs
 from export.scores.probe_inputs import probe_inputs, probe_request, request_of_bags
 from export.scores.split_at_collections import split_at_collections
@@ -213,5 +212,5 @@ def _answer_for_two_samples(
     """What `user_module` answers for two samples of zeros."""
     pooled = {name: torch.zeros(2, last - first) for name, (first, last) in spans.items()}
     failure = "expected a forward of embeddings by feature and dense inputs, it fails"
-    with torch.no_grad(), quiet(), model_errors(user_module, failure):
+    with torch.no_grad(), quiet(), model_errors(type(user_module).__name__, failure):
         return user_module(pooled, *(torch.zeros(2, width) for width in widths))

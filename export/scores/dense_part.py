@@ -28,18 +28,16 @@ from export.scores.dense_model import (
     dense_model_of_forward,
     dense_model_of_module,
 )
-from export.scores.dense_subgraph import DenseSubgraph
+from export.scores.dense_subgraph import DenseSubgraph, model_errors
 from export.scores.dense_weights import with_weights
-from export.scores.eager_model import eager_answers, model_errors
+from export.scores.eager_model import eager_answers
 from export.scores.merge_columns import merge_adjacent_columns
 from export.scores.probe_inputs import ByFeature, with_embeddings
 from export.scores.random_draws import RandomDraws
 from export.scores.score_parity import (
-    dense_part_scores,
     expect_model_scores,
     expect_variation_scores,
     measure_outputs,
-    run_dense_part,
 )
 from export.scores.served_dtypes import as_served, cast_outputs
 from export.scores.varied_requests import varied_requests
@@ -142,9 +140,9 @@ def compile_dense_part(
     table_weights = checkpoint if user_module is None else None
     module = with_weights(subgraph, dense_model.path, trained.collections, table_weights)
     with RandomDraws() as draws:
-        cast_outputs(module, run_dense_part(model, module, subgraph, inputs), subgraph.output_names)
+        cast_outputs(module, subgraph.run(module, inputs), subgraph.output_names)
     draws.expect_none(model)
-    run = partial(dense_part_scores, model, module, subgraph)
+    run = partial(subgraph.scores, module)
     probes = [inputs, *(probe for probe, _ in run_probes(run, scaled_probes(inputs)))]
     variations = [] if example is None else [*varied_requests(inputs, columns)]
     if user_module is None:
@@ -153,9 +151,9 @@ def compile_dense_part(
     requests = [*probes, *small_requests, *(request for _, request in variations)]
     is_own = user_module is not None
     trace = DenseTrace(_without_writes(module, subgraph, inputs), inputs, subgraph.jagged)
-    formats = compile_formats(model, trace, subgraph, dtype, requests, native, is_own=is_own)
-    serve = partial(dense_part_scores, model, formats.forward, subgraph)
-    outputs = measure_outputs(model, run, serve, probes, dtype, subgraph.by_id)
+    formats = compile_formats(trace, subgraph, dtype, requests, native, is_own=is_own)
+    serve = partial(subgraph.scores, formats.forward)
+    outputs = measure_outputs(subgraph, run, serve, probes, dtype)
     mixed_by = _mixed_by(trace, subgraph, dtype, formats.scripted, is_own=is_own)
     mixed_by = mixed_by or probe_mixing(serve, inputs, dtype, subgraph.by_id)
     part = DensePart(
@@ -238,7 +236,7 @@ def _trained_scores(
     """The inputs with the embeddings and rows that the model itself looks up, and what it answers, by output."""
     looked_up: dict[nn.Module, Any] = {}
     failure = "its forward fails for ids of all features, and dense inputs in [0, 1)"
-    with record_answers(columns, looked_up), model_errors(model, failure):
+    with record_answers(columns, looked_up), model_errors(subgraph.model_name, failure):
         scores = _eager_scores(model, subgraph, inputs)
     embeddings = inputs.embeddings.clone()
     rows = {**inputs.rows}
@@ -274,11 +272,11 @@ def _expect_parity(
         draws.expect_none(model)
     for probe, eager in zip(probes, answers, strict=False):
         if eager is not None:
-            expect_model_scores(model, eager, run, probe, is_usual=probe is probes[0])
+            expect_model_scores(subgraph.model_name, eager, run, probe, is_usual=probe is probes[0])
     for (variation, request), eager in zip(variations, answers[len(probes) :], strict=True):
         for _, scores in run_probes(run, [request]):
             if eager is not None:
-                expect_variation_scores(model, variation, eager, scores)
+                expect_variation_scores(subgraph.model_name, variation, eager, scores)
 
 
 def _without_writes(module: fx.GraphModule, subgraph: DenseSubgraph, inputs: DenseInputs) -> fx.GraphModule:

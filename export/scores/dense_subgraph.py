@@ -1,15 +1,20 @@
 """The dense subgraph of a model: the part of its forward after its collections, with named inputs and outputs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx, nn
 
+from export.batchability.differences import Numbers
 from export.capture.graph_inputs import DenseInputs
 from export.capture.output_names import named_outputs, not_tensors
-from export.errors import ModelError
+from export.errors import ExportError, ModelError, last_line
+from export.trained.eval_mode import quiet
 from serving.bundle.scores import JaggedInput, wrong_names
+from serving.lookup.dense_files import Forward
 
 WAY_OUT = (
     "give an example of a call (example=…, --example) if there is none, or dense=…, a module of your own that takes "
@@ -17,11 +22,32 @@ WAY_OUT = (
 )
 
 
+@contextmanager
+def model_errors(name: str, failure: str, line_of_error: Callable[[Exception], str] = last_line) -> Iterator[None]:
+    """Turn any error of the model's code into a ModelError.
+
+    Args:
+        name: the class of the model.
+        failure: what the model cannot do.
+        line_of_error: the line of an error for the message.
+
+    Raises:
+        ModelError: naming the model, the failure, the error, and the way out.
+    """
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:  # the model's code may raise anything
+        raise ModelError(f"{name}: {failure}: {line_of_error(error)}: {WAY_OUT}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class DenseSubgraph:
     """The part of a model's forward after its collections.
 
     Attributes:
+        model_name: the class of the model, for messages.
         module: takes the embeddings, float32 or float16 [B, D], then the dense inputs, then `jagged`. It returns a
             tuple of tensors.
         input_names: the dense inputs with a row for each sample.
@@ -32,6 +58,7 @@ class DenseSubgraph:
         is_timeless: whether tracing showed that no output depends on a clock.
     """
 
+    model_name: str
     module: fx.GraphModule
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
@@ -39,6 +66,38 @@ class DenseSubgraph:
     jagged: tuple[JaggedInput, ...] = ()
     by_id: Mapping[str, str] = field(default_factory=dict)
     is_timeless: bool = False
+
+    def run(self, forward: Forward, inputs: DenseInputs) -> list[Tensor]:
+        """Run a dense part of this subgraph on copies of its inputs.
+
+        Args:
+            forward: the dense part, compiled or not.
+            inputs: of the dense part.
+
+        Returns:
+            The outputs in order, [B, …], or [n, …] for an output with a row for each id of a key.
+
+        Raises:
+            ModelError: the dense part cannot be run, or an output has another number of rows.
+        """
+        failure = f"its forward cannot be run for {inputs.samples} samples after its collections"
+        with torch.no_grad(), quiet(), model_errors(self.model_name, failure):
+            answer: list[Tensor] = list(forward(*(tensor.clone() for tensor in inputs.tensors(self.jagged))))
+        for name, output in zip(self.output_names, answer, strict=True):
+            key = self.by_id.get(name)
+            rows = inputs.samples if key is None else len(inputs.bags[key].ids)
+            if output.ndim == 0 or len(output) != rows:
+                unit = "samples" if key is None else f"ids of {key!r}"
+                raise ModelError(
+                    f"{self.model_name}: output {name!r}: expected shape [{rows}, …] for {rows} {unit}, got "
+                    f"{list(output.shape)}: {WAY_OUT}"
+                )
+        return answer
+
+    def scores(self, forward: Forward, inputs: DenseInputs) -> dict[str, Numbers]:
+        """The outputs of a dense part by name; arguments and errors as `run`."""
+        answer = self.run(forward, inputs)
+        return {name: output.cpu().numpy() for name, output in zip(self.output_names, answer, strict=True)}
 
 
 def finish_subgraph(
@@ -76,7 +135,7 @@ def finish_subgraph(
     # A new GraphModule has only the submodules that the graph calls. `delete_all_unused_submodules` would remove the
     # collections from the model itself.
     used = fx.GraphModule(module, module.graph, type(model).__name__)
-    return DenseSubgraph(used, input_names, output_names, eager_answer)
+    return DenseSubgraph(type(model).__name__, used, input_names, output_names, eager_answer)
 
 
 def _flatten_outputs(model: nn.Module, graph: fx.Graph) -> tuple[str, ...]:

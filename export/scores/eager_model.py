@@ -1,7 +1,7 @@
 """The trained model with stubs in place of its collections: what it answers to the inputs of a dense part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from export.capture.graph_inputs import DenseInputs
 from export.capture.outside_reads import OutsideReads, expect_no_clocks
 from export.capture.stub_collections import Collections, Columns, jagged_tensors, keyed_tensor, stubbed
 from export.capture.value_checks import failed_check
-from export.errors import ExportError, ModelError, ParityError, last_line
-from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
+from export.errors import ModelError, ParityError
+from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph, model_errors
 from export.scores.served_dtypes import as_served
 from export.trained.eval_mode import evaluating, quiet
 from export.trained.model_copy import copy_model
@@ -23,28 +23,6 @@ from export.trained.model_weights import replace_tensor
 from export.trained.wrapped_collections import is_sequence, takes_weights
 
 Answer = Mapping[str, Tensor]
-
-
-@contextmanager
-def model_errors(
-    model: nn.Module, failure: str, line_of_error: Callable[[Exception], str] = last_line
-) -> Iterator[None]:
-    """Turn any error of the model's code into a ModelError.
-
-    Args:
-        model: the model.
-        failure: what the model cannot do.
-        line_of_error: the line of an error for the message.
-
-    Raises:
-        ModelError: naming the model, the failure, the error, and the way out.
-    """
-    try:
-        yield
-    except ExportError:
-        raise
-    except Exception as error:  # the model's code may raise anything
-        raise ModelError(f"{type(model).__name__}: {failure}: {line_of_error(error)}: {WAY_OUT}") from error
 
 
 def eager_answers(
@@ -174,7 +152,13 @@ def _answer(model: nn.Module, subgraph: DenseSubgraph, collections: Collections,
         return keyed_tensor(columns, probe.embeddings.clone())
 
     failure = f"its forward fails for embeddings and dense inputs [{probe.samples}, width]"
-    with torch.no_grad(), evaluating(model), quiet(), stubbed(collections, lookup), model_errors(model, failure):
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        quiet(),
+        stubbed(collections, lookup),
+        model_errors(subgraph.model_name, failure),
+    ):
         answer = subgraph.eager_answer(model, probe.copied())
         served = {name: as_served(tensor) for name, tensor in answer.items()}
     if changed_keys:

@@ -4,65 +4,24 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.batchability.differences import Numbers, largest_difference, rounding_limit, scale_of
 from export.batchability.probes import Run, run_probes, split_sizes
 from export.batchability.rounding import Rounding
 from export.capture.graph_inputs import DenseInputs
-from export.errors import ModelError, ParityError
+from export.errors import ParityError
 from export.scores.dense_subgraph import WAY_OUT, DenseSubgraph
-from export.scores.eager_model import model_errors
-from export.trained.eval_mode import quiet
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, ScoreOutput, ScoreParity
-from serving.lookup.dense_files import Forward
-
-
-def run_dense_part(model: nn.Module, module: Forward, subgraph: DenseSubgraph, inputs: DenseInputs) -> list[Tensor]:
-    """Run a dense part on copies of its inputs.
-
-    Args:
-        model: the model, for messages.
-        module: runs its dense part, compiled or not.
-        subgraph: names its outputs.
-        inputs: of the dense part.
-
-    Returns:
-        The outputs in order, [B, …], or [n, …] for an output with a row for each id of a key.
-
-    Raises:
-        ModelError: the dense part cannot be run, or an output has another number of rows.
-    """
-    failure = f"its forward cannot be run for {inputs.samples} samples after its collections"
-    with torch.no_grad(), quiet(), model_errors(model, failure):
-        answer: list[Tensor] = list(module(*(tensor.clone() for tensor in inputs.tensors(subgraph.jagged))))
-    for name, output in zip(subgraph.output_names, answer, strict=True):
-        key = subgraph.by_id.get(name)
-        rows = inputs.samples if key is None else len(inputs.bags[key].ids)
-        if output.ndim == 0 or len(output) != rows:
-            unit = "samples" if key is None else f"ids of {key!r}"
-            raise ModelError(
-                f"{type(model).__name__}: output {name!r}: expected shape [{rows}, …] for {rows} {unit}, got "
-                f"{list(output.shape)}: {WAY_OUT}"
-            )
-    return answer
-
-
-def dense_part_scores(
-    model: nn.Module, module: Forward, subgraph: DenseSubgraph, inputs: DenseInputs
-) -> dict[str, Numbers]:
-    """The outputs of a dense part by name; arguments and errors as `run_dense_part`."""
-    answer = run_dense_part(model, module, subgraph, inputs)
-    return {name: output.cpu().numpy() for name, output in zip(subgraph.output_names, answer, strict=True)}
 
 
 def expect_model_scores(
-    model: nn.Module, eager: Mapping[str, Tensor], run: Run, probe: DenseInputs, *, is_usual: bool
+    model_name: str, eager: Mapping[str, Tensor], run: Run, probe: DenseInputs, *, is_usual: bool
 ) -> None:
     """Refuse a model whose dense part answers a probe differently than the model itself.
 
     Args:
-        model: the model, for messages.
+        model_name: the class of the model.
         eager: what it answers, by output.
         run: runs the dense part.
         probe: inputs of the dense part.
@@ -85,19 +44,19 @@ def expect_model_scores(
                 "(enable_nested_tensor=False)"
             )
             raise ParityError(
-                f"{type(model).__name__}: output {name!r}: what follows the collections answers differently from the "
+                f"{model_name}: output {name!r}: what follows the collections answers differently from the "
                 f"model, by {largest_difference(scores[name], numbers):.3g}, where the largest |number| is "
                 f"{scale_of(numbers):.3g}: {cause}: {WAY_OUT}"
             )
 
 
 def expect_variation_scores(
-    model: nn.Module, variation: str, eager: Mapping[str, Tensor], scores: Mapping[str, Numbers]
+    model_name: str, variation: str, eager: Mapping[str, Tensor], scores: Mapping[str, Numbers]
 ) -> None:
     """Refuse a model whose dense part answers a variation of the example differently than the model itself.
 
     Args:
-        model: the model, for messages.
+        model_name: the class of the model.
         variation: how the request differs from the example.
         eager: what the model answers, by output.
         scores: what its dense part answers.
@@ -112,29 +71,23 @@ def expect_variation_scores(
         difference = largest_difference(scores[name], numbers)
         if difference > rounding_limit(numbers, DenseDtype.FP32):
             raise ParityError(
-                f"{type(model).__name__}: output {name!r}: its forward does something else for a request "
+                f"{model_name}: output {name!r}: its forward does something else for a request "
                 f"{variation}, by {difference:.3g}: expected the same steps for any number of samples and ids, also "
                 f"at padding (nn.TransformerEncoder: enable_nested_tensor=False): {WAY_OUT}"
             )
 
 
 def measure_outputs(
-    model: nn.Module,
-    run: Run,
-    serve: Run,
-    probes: Sequence[DenseInputs],
-    dtype: DenseDtype,
-    by_id: Mapping[str, str],
+    subgraph: DenseSubgraph, run: Run, serve: Run, probes: Sequence[DenseInputs], dtype: DenseDtype
 ) -> tuple[ScoreOutput, ...]:
     """The outputs of a dense part, with their parity for the first probe.
 
     Args:
-        model: the model, for messages.
+        subgraph: has the outputs.
         run: runs the dense part in FP32.
         serve: runs what TorchScript compiled, with weights of `dtype`.
         probes: inputs of the dense part.
         dtype: of the weights that serve.
-        by_id: the key of each output with a row for each id of a key.
 
     Raises:
         ParityError: the compiled dense part answers differently, in FP32 for any probe; or its answer to the first
@@ -149,7 +102,7 @@ def measure_outputs(
             is_fp32 = dtype is DenseDtype.FP32
             if not (rounding.explains(name, served[name]) if is_fp32 else np.isfinite(difference)):
                 raise ParityError(
-                    f"{type(model).__name__}: output {name!r}: compiled, it is off by {difference:.3g}, where the "
+                    f"{subgraph.model_name}: output {name!r}: compiled, it is off by {difference:.3g}, where the "
                     f"largest is {scale_of(numbers):.3g}"
                 )
     exact, served = answers[0]
@@ -165,7 +118,9 @@ def measure_outputs(
             scripted=largest_difference(served[name], numbers),
             merged=largest_difference(served[name], alone),
         )
-        outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name), SCORE_DTYPES[numbers.dtype]))
+        outputs.append(
+            ScoreOutput(name, numbers.shape[1:], parity, subgraph.by_id.get(name), SCORE_DTYPES[numbers.dtype])
+        )
     return tuple(outputs)
 
 

@@ -73,6 +73,7 @@ class TracedExample:
             return {name: tensors[name].movedim(output.dim, 0) for name, output in outputs.items()}
 
         subgraph = DenseSubgraph(
+            type(model).__name__,
             module,
             tuple(paths),
             tuple(outputs),
