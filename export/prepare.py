@@ -252,10 +252,7 @@ def prepare(
     if config.scores:
         unloaded = None if is_loaded else weights
         known_ids = known_of_keys(maps.known, manifest)
-        widths, dtype = config.dense_widths, config.dense_dtype
-        scored = compile_dense_part(
-            trained, manifest, known_ids, widths, dtype, unloaded, dense, example, config.user_side, native
-        )
+        scored = compile_dense_part(trained, manifest, known_ids, config, unloaded, dense, native)
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:
         trace_example(trained.module, collection_columns(trained, manifest), example)

@@ -12,7 +12,7 @@ from export.batchability.differences import largest_difference, rounding_limit
 from export.batchability.probe_mixing import probe_mixing
 from export.batchability.probes import split_sizes
 from export.capture.graph_inputs import DenseInputs
-from export.config import Example
+from export.config import Example, ExportConfig
 from export.errors import ModelError, ParityError
 from export.ids.id_maps import build_maps
 from export.parity.fresh_process import FreshProcess
@@ -205,7 +205,8 @@ def scored_of(
     widths = {} if example is not None else {dense.name: dense.shape[0] for dense in part.inputs if dense.shape}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.schema}"
     try:
-        scored = compile_dense_part(trained, manifest, known_ids, widths, part.dtype, checkpoint, example=example)
+        config = ExportConfig(scores=True, dense_dtype=part.dtype, dense_widths=widths, example=example)
+        scored = compile_dense_part(trained, manifest, known_ids, config, checkpoint)
     except (ConfigurationError, ModelError) as error:
         raise ModelError(f"{expected}: {error}") from error
     if scored.part.schema != part.schema:

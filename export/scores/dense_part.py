@@ -18,7 +18,7 @@ from export.batchability.probes import Run, run_probes, scaled_probes
 from export.capture.dense_trace import DenseTrace
 from export.capture.graph_inputs import DenseInputs
 from export.capture.stub_collections import Collections
-from export.config import Example
+from export.config import ExportConfig
 from export.errors import ModelError
 from export.scores.collection_columns import collection_columns
 from export.scores.dense_formats import DenseFormats, compile_formats
@@ -95,12 +95,9 @@ def compile_dense_part(
     trained: Trained,
     manifest: Manifest,
     known_ids: Mapping[str, Ids],
-    widths: Mapping[str, int],
-    dtype: DenseDtype,
-    checkpoint: Checkpoint | None,
+    config: ExportConfig,
+    checkpoint: Checkpoint | None = None,
     user_module: nn.Module | None = None,
-    example: Example | None = None,
-    user_side: Sequence[str] = (),
     native: DenseFile | None = None,
 ) -> CompiledDensePart:
     """Split the dense part off a trained model, compile it, and compare it with the model.
@@ -109,12 +106,9 @@ def compile_dense_part(
         trained: the model and its collections.
         manifest: features and tables of the bundle.
         known_ids: known ids of each key with a map.
-        widths: of dense inputs that no nn.Linear takes, by name. An example has its own widths.
-        dtype: of the weights.
+        config: how the dense part is exported: `dense_dtype`, `dense_widths`, `example` and `user_side`.
         checkpoint: has the weights of the tables. None: the model has them itself.
         user_module: a module of the user's own in place of the model's layers. It is not compared with the model.
-        example: a call of the model. None: its arguments are one KJT and dense inputs [B, width].
-        user_side: patterns of the keys and dense inputs that the items of a ranking request share.
         native: also compile it to native code, for this file. None: it is not.
 
     Raises:
@@ -123,13 +117,13 @@ def compile_dense_part(
         CheckpointError: a weight is missing.
         ParityError: the dense part answers differently than the model.
     """
-    columns = collection_columns(trained, manifest)
+    columns, dtype = collection_columns(trained, manifest), config.dense_dtype
     if user_module is not None:
-        dense_model = dense_model_of_module(trained, manifest, known_ids, widths, user_module)
-    elif example is not None:
-        dense_model = dense_model_of_example(trained, manifest, columns, example)
+        dense_model = dense_model_of_module(trained, manifest, known_ids, config.dense_widths, user_module)
+    elif config.example is not None:
+        dense_model = dense_model_of_example(trained, manifest, columns, config.example)
     else:
-        dense_model = dense_model_of_forward(trained, manifest, known_ids, widths, columns)
+        dense_model = dense_model_of_forward(trained, manifest, known_ids, config.dense_widths, columns)
     _expect_no_key_names(dense_model, manifest)
     model, subgraph, inputs = dense_model.model, dense_model.subgraph, dense_model.inputs
     trained_scores: Mapping[str, Numbers] | None = None
@@ -144,7 +138,7 @@ def compile_dense_part(
     draws.expect_none(model)
     run = partial(subgraph.scores, module)
     probes = [inputs, *(probe for probe, _ in run_probes(run, scaled_probes(inputs)))]
-    variations = [] if example is None else [*varied_requests(inputs, columns)]
+    variations = [] if config.example is None else [*varied_requests(inputs, columns)]
     if user_module is None:
         _expect_parity(model, subgraph, module, columns, run, probes, variations)
     small_requests = [inputs.select(torch.arange(samples)) for samples in _FEW_SAMPLES]
@@ -169,8 +163,8 @@ def compile_dense_part(
     )
     part = msgspec.structs.replace(part, together=_keys_of_equal_lengths(part, manifest, inputs))
     notes, programs = (*dense_model.notes, *formats.notes), None
-    if user_side:
-        split = SplitPart.of(part, names_of_user_side(user_side, manifest, part), manifest)
+    if config.user_side:
+        split = SplitPart.of(part, names_of_user_side(config.user_side, manifest, part), manifest)
         compiled = compile_user_side(trace, split, serve, probes)
         if isinstance(compiled, str):
             notes = (*notes, f"user_side: all requests are scored by the whole dense part: {compiled}")

@@ -15,11 +15,11 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.regroup import KTRegroupAsDict
 
 from export import export_model
+from export.config import ExportConfig
 from export.prepare import describe
 from export.scores.dense_part import compile_dense_part
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import collect_tables
-from serving.bundle.scores import DenseDtype
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.server import run_server
@@ -148,7 +148,7 @@ def test_random_dense_parts_answer_as_the_model_does(seeds: range) -> None:
         trained = collect_tables(module)
         weights = module_weights(module, trained.tables)
         manifest = describe(trained.tables, EXACT, partial(checkpoint, weights))
-        scored = compile_dense_part(trained, manifest, {}, {}, DenseDtype.FP32, None)
+        scored = compile_dense_part(trained, manifest, {}, ExportConfig(scores=True))
         bags, dense = module.request(random, 9)
         values, lengths = flat(bags)
         ids = KeyedJaggedTensor(list(bags), torch.from_numpy(values), lengths=torch.from_numpy(lengths))
