@@ -14,8 +14,9 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.workload import Arrays, Workload
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
-from serving.requests.types import EMBEDDINGS, Embeddings, Tensors
+from serving.requests.types import Embeddings, Tensors
 from serving.tables.table_files import TableFiles
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -24,11 +24,12 @@ from benchmarks.measure import Result, interleave, p50, ratio, ratio_of
 from benchmarks.model_memory import in_memory
 from benchmarks.peer_servers import HERE, PEERS, running
 from benchmarks.rankings_workload import ITEMS, KINDS, OUTPUT, RankingsWorkload, wire_bytes
+from serving.bundle.tensor_names import SHARED
 from serving.client import LookupClient
 from serving.client.messages import infer_request
 from serving.engine import Engine
 from serving.protocol.messages import ModelInferResponse
-from serving.requests.types import SHARED, Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"

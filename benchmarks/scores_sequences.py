@@ -19,9 +19,10 @@ from benchmarks.scored_workload import OUTPUT
 from benchmarks.sequences_model import DENSE, LONGEST
 from benchmarks.sequences_workload import DIM, POOLED, ROWS, TARGET, SequencesWorkload
 from benchmarks.served import inputs_of
+from serving.bundle.tensor_names import SHARED
 from serving.engine import Engine
 from serving.requests.offsets import ranges
-from serving.requests.types import SHARED, Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 __all__ = ["DIM", "ITEMS", "LONGEST", "PAUSE_S", "POOLED", "REPEATS", "ROWS", "run"]

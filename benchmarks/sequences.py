@@ -17,9 +17,10 @@ from benchmarks.perf_analyzer import PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, inputs_of, publish_do_nothing
 from benchmarks.workload import Arrays
 from export import ExportConfig, export_model
+from serving.bundle.tensor_names import SEQUENCES
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.requests.types import SEQUENCES, Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, Server, run_server
 
 NAME = "sequences"

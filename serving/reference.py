@@ -21,8 +21,9 @@ from serving.bundle.load import weights_path
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES, SHARED
 from serving.reference_ids import remapped, rows_of_known
-from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Ids, Outputs, Tensors
+from serving.requests.types import Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from serving.bundle.id_maps import IDS, IdMap
+from serving.bundle.id_maps import ID_MAPS_FILE, IdMap
 from serving.bundle.tables import Table
 from serving.requests.types import Ids, Tensors
 
@@ -16,7 +16,7 @@ def rows_of_known(directory: Path, id_map: IdMap, request: Tensors) -> dict[int,
     """The rows of the ids of a request that a map knows. All of its entries are looked through; no id is hashed."""
     request_ids = np.unique(request.values.astype(np.int64, copy=False))
     shape = (id_map.capacity, 2)
-    stored = np.memmap(directory / IDS, np.int64, mode="r", offset=id_map.entries_offset, shape=shape)
+    stored = np.memmap(directory / ID_MAPS_FILE, np.int64, mode="r", offset=id_map.entries_offset, shape=shape)
     is_requested = np.searchsorted(request_ids, stored[:, 0]) < np.searchsorted(
         request_ids, stored[:, 0], side="right"
     )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from export.ids.known_ids import known_ids
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
-from serving.bundle.id_maps import ENTRY_BYTES, IDS, IdMap, buckets_of, entries_of, hashes_of
+from serving.bundle.id_maps import ENTRY_BYTES, ID_MAPS_FILE, IdMap, buckets_of, entries_of, hashes_of
 from serving.bundle.manifest import Manifest, aligned
 from serving.requests.types import Ids
 
@@ -105,7 +105,7 @@ class BuiltMaps:
         """
         if not self.by_table:
             return
-        with (directory / IDS).open("wb") as file:
+        with (directory / ID_MAPS_FILE).open("wb") as file:
             for described, built in self.by_table.values():
                 for offset, numbers in (
                     (described.seeds_offset, built.seeds),
@@ -124,7 +124,7 @@ class BuiltMaps:
         return [
             table.name
             for table in manifest.tables
-            if not _holds(directory / IDS, table.id_map, *self.by_table.get(table.name, (None, None)))
+            if not _holds(directory / ID_MAPS_FILE, table.id_map, *self.by_table.get(table.name, (None, None)))
         ]
 
     def described(self, manifest: Manifest) -> Manifest:

@@ -17,11 +17,12 @@ from export.parity.fresh_process import FreshProcess
 from export.program.compile import write_program
 from export.rows.table_error import Tally, finite
 from export.trained.probe_request import make_probe
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import Bundle, weights_path, weights_paths
 from serving.bundle.manifest import Agreement, Manifest, Parity, write_manifest
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Pooling, Table
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES
 from serving.engine import answer
 from serving.lookup.build_program import build_program
 from serving.lookup.ranks import BatchAnswer, arguments
@@ -31,7 +32,7 @@ from serving.requests.answers import decode_rows
 from serving.requests.batches import Batch
 from serving.requests.id_maps import IdMaps, known_of_keys
 from serving.requests.schema import schema_of
-from serving.requests.types import EMBEDDINGS, SEQUENCES, Outputs, Tensors
+from serving.requests.types import Outputs, Tensors
 from serving.requests.validate import validate
 from serving.tables.table_files import TableFiles
 
@@ -242,9 +243,9 @@ def answer_assembled(
         for rank, link in weights_paths(Path(folder), whole).items():
             file, digests[link.name] = files[rank]
             link.symlink_to(file.absolute())
-        if IDS in whole.mapped_files:
-            (Path(folder) / IDS).symlink_to((directory / IDS).absolute())
-            digests[IDS] = router.files[IDS]
+        if ID_MAPS_FILE in whole.mapped_files:
+            (Path(folder) / ID_MAPS_FILE).symlink_to((directory / ID_MAPS_FILE).absolute())
+            digests[ID_MAPS_FILE] = router.files[ID_MAPS_FILE]
         whole = write_program(Path(folder), whole, program, digests)
         write_manifest(Path(folder), whole)
         return answer_probe(Path(folder), whole, program, fresh, request)

@@ -16,7 +16,7 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import CoarseRows, TableError
-from serving.bundle.delta import IDS, ROWS, ChangedRows, Delta, open_delta, tables_in
+from serving.bundle.delta import IDS_SUFFIX, ROWS_SUFFIX, ChangedRows, Delta, open_delta, tables_in
 from serving.bundle.formats import Bytes
 from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached
 from serving.bundle.manifest import Manifest
@@ -89,8 +89,10 @@ def read_changed(path: Path) -> dict[str, Changed]:
         raise ConfigurationError(f"{path}: expected safetensors: {error}") from error
     names = tables_in(tensors)
     if names is None:
-        raise ConfigurationError(f"{path}: expected TABLE{IDS} and TABLE{ROWS} of each table, got {sorted(tensors)}")
-    return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
+        raise ConfigurationError(
+            f"{path}: expected TABLE{IDS_SUFFIX} and TABLE{ROWS_SUFFIX} of each table, got {sorted(tensors)}"
+        )
+    return {name: (tensors[name + IDS_SUFFIX], tensors[name + ROWS_SUFFIX]) for name in sorted(names)}
 
 
 def deltas_of(lineage: Lineage, until: int | None, trusted: TrustedKeys | None) -> Iterator[Delta]:

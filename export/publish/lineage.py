@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from export.errors import PublishError
-from serving.bundle.delta import FORMAT, IDS, NO_SHA256, ROWS, ChangedRows, Delta, sha256_text
+from serving.bundle.delta import FORMAT, IDS_SUFFIX, NO_SHA256, ROWS_SUFFIX, ChangedRows, Delta, sha256_text
 from serving.bundle.lineage import (
     MOST_DELTAS,
     Step,
@@ -199,8 +199,8 @@ class LineageFolder(NamedTuple):
 
 def _content(stored: Mapping[str, ChangedRows], metadata: Mapping[str, str]) -> bytes:
     """The file of a delta, see `serving.bundle.delta`. `metadata` lacks `sha256`, which is computed here."""
-    tensors: dict[str, npt.NDArray[np.generic]] = {table + IDS: rows.ids for table, rows in stored.items()}
-    tensors |= {table + ROWS: rows.rows for table, rows in stored.items()}
+    tensors: dict[str, npt.NDArray[np.generic]] = {table + IDS_SUFFIX: rows.ids for table, rows in stored.items()}
+    tensors |= {table + ROWS_SUFFIX: rows.rows for table, rows in stored.items()}
     content = save(tensors, {**metadata, "sha256": NO_SHA256})
     digest = hashlib.sha256(content).hexdigest()
     return content.replace(sha256_text(NO_SHA256), sha256_text(digest), 1)

@@ -29,6 +29,7 @@ from serving.backend.spans import Spans
 from serving.bundle.load import open_bundle, verify_digests, weights_changed_since
 from serving.bundle.manifest import PROGRAM
 from serving.bundle.signature import TrustedKeys
+from serving.bundle.tensor_names import ID_INPUTS
 from serving.engine import Engine, Outcome
 from serving.errors import (
     HostUnavailable,
@@ -49,7 +50,7 @@ from serving.lookup.program import LoadedProgram, ProgramForm
 from serving.model.settings import RECOVERED, ServingSettings, WeightsMemory, parsed
 from serving.requests.captured import WARM_UP, SkippedLines, read_captured
 from serving.requests.parameters import decode_parameters
-from serving.requests.types import IDS, Array, Tensors
+from serving.requests.types import Array, Tensors
 from serving.router.hosts_config import hosts_of
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -257,7 +258,7 @@ def _decode(request: Any) -> Tensors:
         lengths=_row("lengths", inputs.get("lengths")),
         weights=None if weights is None else _row("weights", weights),
         outputs=request.requested_output_names(),
-        dense={name: _samples(name, input_) for name, input_ in inputs.items() if name not in IDS},
+        dense={name: _samples(name, input_) for name, input_ in inputs.items() if name not in ID_INPUTS},
         **parameters,
     )
 

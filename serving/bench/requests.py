@@ -11,12 +11,13 @@ import numpy as np
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseInput, InputDtype
+from serving.bundle.tensor_names import LOOKED_UP
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.requests.captured import SkippedLines, read_captured
 from serving.requests.layout import samples_of, shared_mask
-from serving.requests.types import LOOKED_UP, Array, Ids, Lengths, Tensors
+from serving.requests.types import Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
 _COUNT = 64

@@ -44,7 +44,7 @@ FORMAT = "1"
 # Stands for a delta's SHA-256 while it is computed.
 NO_SHA256 = "0" * 64
 # The names of the two tensors of a table.
-IDS, ROWS = "/ids", "/rows"
+IDS_SUFFIX, ROWS_SUFFIX = "/ids", "/rows"
 # Maximum bytes of the header, as in safetensors itself.
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
@@ -55,8 +55,8 @@ _NAMES_BYTES, _ID_BYTES = 1 << 20, 8
 
 def tables_in(tensors: Collection[str]) -> set[str] | None:
     """The tables with row numbers and rows in a file, by its tensors' names, or None if there are other tensors."""
-    names = {name.removesuffix(IDS) for name in tensors if name.endswith(IDS)}
-    return names if {*tensors} == {f"{name}{what}" for name in names for what in (IDS, ROWS)} else None
+    names = {name.removesuffix(IDS_SUFFIX) for name in tensors if name.endswith(IDS_SUFFIX)}
+    return names if {*tensors} == {f"{name}{what}" for name in names for what in (IDS_SUFFIX, ROWS_SUFFIX)} else None
 
 
 def sha256_text(digest: str) -> bytes:
@@ -160,11 +160,12 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
     names = tables_in(arrays)
     if names is None:
         raise BundleError(
-            f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {shown(str(sorted(arrays)))}: {_AGAIN}"
+            f"{path}: expected {IDS_SUFFIX!r} and {ROWS_SUFFIX!r} of each table, got "
+            f"{shown(str(sorted(arrays)))}: {_AGAIN}"
         )
     if unknown := names - tables.keys():
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
-    changed = {name: ChangedRows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
+    changed = {name: ChangedRows(arrays[name + IDS_SUFFIX], arrays[name + ROWS_SUFFIX]) for name in sorted(names)}
     for name, rows in changed.items():
         if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from serving.files import Strict
 
 # The file of a bundle with all its maps.
-IDS = "ids.bin"
+ID_MAPS_FILE = "ids.bin"
 # An id and its row, int64 both. An entry without an id has the row -1.
 ENTRY_BYTES = 16
 _FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)

@@ -23,10 +23,11 @@ from typing import Annotated
 
 import msgspec
 
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.plan import LINEAGE, HostBundle, IdDtype, Part, Plan
 from serving.bundle.scores import DenseFormat, DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.files import Strict
 from serving.notebook_table import notebook_table
 
@@ -170,7 +171,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         keys = {table.name: list[str]() for table in self.tables}
         for feature in self.features:
             keys[feature.table].append(feature.key)
-        outputs = ["embeddings"] + [output.name for output in (self.dense_part.outputs if self.dense_part else ())]
+        outputs = [EMBEDDINGS] + [output.name for output in (self.dense_part.outputs if self.dense_part else ())]
         size = sum(table.rows * table.row_bytes for table in self.tables)
         return notebook_table(
             f"{len(self.tables)} tables, {size:,} bytes of rows, {len(self.plan.ranks)} ranks; "
@@ -294,7 +295,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     @property
     def mapped_files(self) -> frozenset[str]:
         """The names of the files that are mapped instead of read: the weights files and the file of id maps."""
-        return self.weights_files | {IDS for table in self.tables if table.id_map is not None}
+        return self.weights_files | {ID_MAPS_FILE for table in self.tables if table.id_map is not None}
 
     @property
     def schema_digest(self) -> str:

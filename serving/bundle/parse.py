@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.manifest import (
     DEVICE,
     FORMAT_VERSION,
@@ -28,7 +28,7 @@ from serving.files import UNREADABLE, json_tree
 # Formats that only pre-releases wrote.
 _PRE_RELEASES = range(1, FORMAT_VERSION)
 # The names of a bundle's other files.
-_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, IDS)
+_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, ID_MAPS_FILE)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
@@ -285,9 +285,9 @@ def _id_map_errors(manifest: Manifest) -> Iterator[str]:
     ]
     reached = 0
     for (start, stop), name in sorted(regions):
-        where = f"table {name!r}: id_map: bytes [{start}, {stop}) of {IDS}"
-        if start < 0 or stop > manifest.files[IDS].size_bytes:
-            yield f"{where} are outside of it: it has {manifest.files[IDS].size_bytes}"
+        where = f"table {name!r}: id_map: bytes [{start}, {stop}) of {ID_MAPS_FILE}"
+        if start < 0 or stop > manifest.files[ID_MAPS_FILE].size_bytes:
+            yield f"{where} are outside of it: it has {manifest.files[ID_MAPS_FILE].size_bytes}"
         if start % SHARD_ALIGNMENT:
             yield f"{where}: expected them at a multiple of {SHARD_ALIGNMENT} bytes"
         if start < reached:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from serving.bundle.tables import is_name
+from serving.bundle.tensor_names import ID_INPUTS, LOOKED_UP
 from serving.files import Strict
 
 # The file of a bundle with the dense part as TorchScript, with its weights.
@@ -23,7 +24,7 @@ USER_PROGRAM, ITEMS_PROGRAM = "scores.user.pt", "scores.items.pt"
 # The file in the archive `USER_PROGRAM` with the `names` of the user side that it was compiled for, JSON.
 USER_SIDE_NAMES = "names"
 # Names of other tensors in requests and answers.
-RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
+RESERVED = (*ID_INPUTS, *LOOKED_UP)
 
 
 class DenseDtype(enum.Enum):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from serving.bundle.scores import DenseInput, InputDtype, ScoreDtype
+from serving.bundle.tensor_names import EMBEDDINGS, ID_INPUTS, LOOKED_UP, SHARED
 from serving.protocol.messages import DataType
-from serving.requests.types import EMBEDDINGS, IDS, LOOKED_UP, SHARED
 
 # What lengths are counted in, int32, has no more.
 _UNLIMITED = 2**31 - 1
@@ -64,7 +64,7 @@ def info_of(config: Any) -> ModelInfo:
     types = {tensor.name: tensor.data_type for tensor in (*config.input, *config.output)}
     by_id = dict(zip(_names(parameters, "by_id"), _names(parameters, "by_id_keys"), strict=True))
     scores = [output for output in config.output if output.name not in LOOKED_UP]
-    dense_inputs = [tensor for tensor in config.input if tensor.name not in IDS]
+    dense_inputs = [tensor for tensor in config.input if tensor.name not in ID_INPUTS]
     return ModelInfo(
         dims=dict(zip(features, dims, strict=True)),
         keys=keys,

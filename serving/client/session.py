@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.scores import SCORE_DTYPES
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES, SHARED
 from serving.client.messages import Answer, Scores, infer_request
 from serving.client.model_info import ModelInfo, info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest, Reason
@@ -25,7 +26,7 @@ from serving.requests.input_forms import Nulls
 from serving.requests.layout import lengths_by_id, lengths_by_key, samples_of, shared_mask
 from serving.requests.limits import RequestLimits
 from serving.requests.streams import Method, features_and_dense
-from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Embeddings, Tensors
+from serving.requests.types import Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "schema_digest"}
 

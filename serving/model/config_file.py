@@ -14,11 +14,11 @@ from serving.bundle.load import check_published
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.plan import IdDtype
 from serving.bundle.tables import OutputDtype
+from serving.bundle.tensor_names import SEQUENCES, SHARED
 from serving.errors import ConfigurationError
 from serving.files import read_file, replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
 from serving.protocol.messages import DataType, ModelConfig, ModelInstanceGroup
-from serving.requests.types import SEQUENCES, SHARED
 
 if TYPE_CHECKING:  # clients do not need cryptography
     from serving.bundle.signature import TrustedKeys

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.load import Bundle
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES, SHARED
 from serving.errors import InvalidRequest, ModelNotFound, Reason
 from serving.requests.dense_inputs import accept_dense, expect_all_keys
 from serving.requests.jagged_inputs import accept_jagged
@@ -15,7 +16,7 @@ from serving.requests.layout import bag_bounds, id_bounds, samples_of, shared_ma
 from serving.requests.limits import Limits, check_sequences, check_size
 from serving.requests.offsets import ranges
 from serving.requests.schema import FeatureSet, LookupSchema, ScoringSchema
-from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Array, KjtRequest, Mask, Tensors
+from serving.requests.types import Array, KjtRequest, Mask, Tensors
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 

@@ -13,19 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES, SHARED
 from serving.requests.offsets import concatenate, ranges
 from serving.requests.schema import FeatureSet
-from serving.requests.types import (
-    EMBEDDINGS,
-    SEQUENCES,
-    SHARED,
-    Embeddings,
-    Ids,
-    Mask,
-    Outputs,
-    ValidatedRequests,
-    Weights,
-)
+from serving.requests.types import Embeddings, Ids, Mask, Outputs, ValidatedRequests, Weights
 
 
 class Member(Protocol):

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Self
 import msgspec
 import numpy as np
 
+from serving.bundle.tensor_names import LOOKED_UP
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, open_file
-from serving.requests.types import LOOKED_UP, Array, Tensors
+from serving.requests.types import Array, Tensors
 
 # The file beside config.pbtxt whose requests are answered before a model is ready.
 # `tbe-serve configure --warm-up` makes it.

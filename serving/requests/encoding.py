@@ -7,13 +7,14 @@ from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from serving.bundle.tensor_names import SEQUENCES
 from serving.errors import ConfigurationError, InvalidRequest, quoted
 from serving.requests.arrow_columns import ArrowStream
 from serving.requests.frames import columns_of, is_frame
 from serving.requests.input_forms import FeatureInput, Nulls, convert_ids
 from serving.requests.limits import RequestLimits, check_size
 from serving.requests.objects import INTEGERS, array_of, leaves
-from serving.requests.types import SEQUENCES, Ids, Lengths, Tensors, Weights
+from serving.requests.types import Ids, Lengths, Tensors, Weights
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.id_maps import IDS, HashedIds, buckets_of, entries_of, hashes_of
+from serving.bundle.id_maps import ID_MAPS_FILE, HashedIds, buckets_of, entries_of, hashes_of
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import ANY_INT64, Table
 from serving.errors import BundleError
@@ -35,7 +35,7 @@ class IdMaps:
 
     def __init__(self, directory: Path, tables: Sequence[Table]) -> None:
         maps = {table.name: table.id_map for table in tables if table.id_map is not None}
-        content = _mapped(directory / IDS)
+        content = _mapped(directory / ID_MAPS_FILE)
         self._seeds = content
         # An entry is read as one number of 16 bytes.
         self._entries = content[: content.size // 16 * 16].view(np.complex128)

@@ -8,10 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from serving.bundle.tensor_names import SEQUENCES
 from serving.errors import InvalidRequest, Reason
 from serving.requests.layout import bag_bounds
 from serving.requests.offsets import bounds_of
-from serving.requests.types import SEQUENCES, KjtRequest
+from serving.requests.types import KjtRequest
 
 
 class RequestLimits(Protocol):

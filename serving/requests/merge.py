@@ -11,12 +11,13 @@ from itertools import accumulate
 
 import numpy as np
 
+from serving.bundle.tensor_names import EMBEDDINGS, SHARED
 from serving.requests.batches import Batch, Member, Part, PooledBatch, SharedBatch
 from serving.requests.layout import are_alike, features_first
 from serving.requests.merge_sequences import merge_combined, merge_sequences
 from serving.requests.offsets import bag_offsets, concatenate, index_of_ranges, ranges
 from serving.requests.schema import FeatureSet, LookupSchema
-from serving.requests.types import EMBEDDINGS, SHARED, Ids, KjtRequest, Mask, ValidatedRequests, Weights
+from serving.requests.types import Ids, KjtRequest, Mask, ValidatedRequests, Weights
 
 
 def merge_all(schema: LookupSchema, validated: ValidatedRequests) -> list[Batch]:

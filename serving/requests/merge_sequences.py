@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from serving.bundle.tensor_names import SEQUENCES
 from serving.requests.batches import CombinedBatch, SequenceBatch
 from serving.requests.offsets import bag_offsets, bounds_of, concatenate, index_of_ranges
 from serving.requests.schema import LookupSchema, ScoringSchema
-from serving.requests.types import SEQUENCES, Ids, KjtRequest, Mask, ValidatedRequests, Weights
+from serving.requests.types import Ids, KjtRequest, Mask, ValidatedRequests, Weights
 
 # Several features are in one call if its answer has at most this many numbers: 256 KiB of FP32. A larger one leaves
 # the processor's cache, and copying its columns takes longer than a separate call.

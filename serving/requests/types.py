@@ -7,17 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from serving.bundle.tensor_names import LOOKED_UP
 from serving.requests.schema import FeatureSet
-
-# The inputs of a lookup. All others are dense inputs.
-IDS = ("values", "lengths", "weights")
-# The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
-# [n, dim], one after the other.
-EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
-# The output with the pooled embeddings of shared features, [1, D].
-SHARED = "once"
-# The outputs of a lookup. All others are scores.
-LOOKED_UP = (EMBEDDINGS, SEQUENCES, SHARED)
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]

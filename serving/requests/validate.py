@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.errors import InternalError, InvalidRequest, Reason, ServingError
 from serving.requests.id_maps import IdMaps
 from serving.requests.id_policies import apply_id_policies
@@ -84,7 +84,7 @@ def validate(requests: Sequence[KjtRequest]) -> ValidatedRequests:
         mapped = outside[concatenate([request.feature_set.maps for request in requests])[outside] >= 0]
         # An id that a map does not accept has the row -1.
         if any(int(values[ids[segment] : ids[segment + 1]].max()) >= int(rows[segment]) for segment in mapped):
-            raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
+            raise InternalError(f"{ID_MAPS_FILE}: expected rows of its tables, got others: publish the bundle again")
         if not concatenate([request.feature_set.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # The result is in [0, rows) for negative ids too. Ids in [0, rows) do not change.

@@ -8,10 +8,11 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from serving.bundle.plan import HostBundle, IdDtype
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.errors import InternalError, shown
 from serving.protocol.messages import ModelInferRequest, ModelInferResponse, add_ids, path_of
 from serving.requests.parameters import PARAMETERS
-from serving.requests.types import EMBEDDINGS, Ids, Lengths, Weights
+from serving.requests.types import Ids, Lengths, Weights
 
 PartialSums = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 

@@ -10,9 +10,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from serving.bundle.tensor_names import LOOKED_UP
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings, parsed
-from serving.requests.types import LOOKED_UP
 from serving.router.hosts_config import hosts_of
 from serving.triton.control import Control
 

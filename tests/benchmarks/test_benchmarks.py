@@ -12,8 +12,8 @@ from benchmarks import peers_hosts
 from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
 from benchmarks.quietness import Quietness
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
-from serving.requests.types import EMBEDDINGS
 from tests.support.long_cases import one_in
 
 ROOT = Path(__file__).parents[2]

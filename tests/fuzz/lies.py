@@ -13,11 +13,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServingError
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from serving.router.hosts_config import HostsConfig
 from tests.support.fake_hosts import BEHAVIOURS, Behaviour, FakeHost, fake_hosts, honest
 from tests.support.host_faults import EVERY, SPECS, Version, bags, export_version, open_plan

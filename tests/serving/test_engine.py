@@ -23,11 +23,11 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import ConfigurationError, IdsOutside, InvalidRequest
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from serving.requests.types import EMBEDDINGS
 from tests.support import bundle_reader, oracle
 from tests.support.leak_check import without_collector
 from tests.support.long_cases import one_in

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from export import ExportConfig, Sharding, export_model
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
 from serving.client import LookupClient
@@ -79,7 +79,7 @@ def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
     for host in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / host.model / str(host.version)).manifest
         assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
-        assert IDS not in part.files
+        assert ID_MAPS_FILE not in part.files
         assert all(table.id_map is None for table in part.tables)
     assert tbe_export("verify", str(router)).exit_code == 0
     with (

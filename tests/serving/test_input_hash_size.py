@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from export import ExportConfig, Sharding, export_model
 from export.errors import CheckpointError
 from export.trained.probe_request import make_probe
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import MANIFEST, Capability
 from serving.client import LookupClient
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_exported_as_the_module_is(pooling: str, tmp_path: Path)
     checkpoint = save_dcp(module.state_dict(), tmp_path)
     bundle = export_model(undealt(pooling=pooling), tmp_path / "r", "m", checkpoint=checkpoint)
     assert open_bundle(bundle).manifest.tables == open_bundle(expected).manifest.tables
-    assert (bundle / IDS).read_bytes() == (expected / IDS).read_bytes()
+    assert (bundle / ID_MAPS_FILE).read_bytes() == (expected / ID_MAPS_FILE).read_bytes()
     other = collection_behind({"dealt": zch(36, 2, input_hash_size=100)}, [Spec("dealt", 36, 8, pooling, ("x", "y"))])
     with pytest.raises(CheckpointError, match="expected a checkpoint of 2 buckets, as the module has, got one of 3"):
         export_model(other, tmp_path / "r", "m", checkpoint=checkpoint)
@@ -228,9 +228,9 @@ def test_a_damaged_map_never_reaches_fbgemm(tmp_path: Path) -> None:
     engine = opened(dealt(), tmp_path)
     path, (table,) = engine.bundle.path, engine.bundle.manifest.tables
     assert table.id_map is not None
-    entries = np.fromfile(path / IDS, "<i8", 2 * table.id_map.capacity, offset=table.id_map.entries_offset)
+    entries = np.fromfile(path / ID_MAPS_FILE, "<i8", 2 * table.id_map.capacity, offset=table.id_map.entries_offset)
     entries[1::2] = np.where(entries[1::2] < 0, -1, table.rows)
-    with (path / IDS).open("r+b") as file:
+    with (path / ID_MAPS_FILE).open("r+b") as file:
         file.seek(table.id_map.entries_offset)
         file.write(entries.tobytes())
     with pytest.raises(InternalError, match=r"ids\.bin: expected rows of its tables, got others"):

@@ -11,11 +11,12 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES, SHARED
 from serving.client import JaggedRows
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
-from serving.requests.types import EMBEDDINGS, SEQUENCES, SHARED, Tensors
+from serving.requests.types import Tensors
 from tests.support.long_cases import one_in
 from tests.support.managed_collision import KEYS, bags_of, managed
 from tests.support.merged_answers import merged_answers

@@ -16,6 +16,7 @@ from export.errors import ModelError
 from serving.bundle import DefaultRow
 from serving.bundle.load import open_bundle
 from serving.bundle.manifest import Capability
+from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
@@ -23,7 +24,7 @@ from serving.reference import pool
 from serving.requests.accept import accept
 from serving.requests.limits import grouped
 from serving.requests.merge import merge_all
-from serving.requests.types import EMBEDDINGS, SEQUENCES, Tensors
+from serving.requests.types import Tensors
 from serving.requests.validate import validate
 from tests.support import bundle_reader
 from tests.support.commands import tbe_export

@@ -13,10 +13,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import ModelNotFound
 from serving.requests.accept import check_bundle
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from serving.router.messages import METHOD
 
 # What a fake host sends, given the correct response: messages. It may end the call with a status through the context.

@@ -20,7 +20,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCo
 from export import ExportConfig, IdDtype, IdPolicy, WeightDtype, export_model
 from export.errors import CheckpointError, ModelError
 from export.trained.find_collections import find_collections
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_exported_as_the_module_is(
     result = export_model(untrained(specs), tmp_path / "r", "m", checkpoint=checkpoint)
     manifest = open_bundle(result).manifest
     assert manifest.tables == open_bundle(expected).manifest.tables
-    for name in (IDS, "weights.0.bin"):
+    for name in (ID_MAPS_FILE, "weights.0.bin"):
         assert (result / name).read_bytes() == (expected / name).read_bytes()
 
 
@@ -89,7 +89,7 @@ def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expect
     loaded = untrained()
     loaded.load_state_dict(state, strict=False)
     reordered = export_model(loaded, tmp_path / "r", "m", checkpoint=None)
-    assert (result / IDS).read_bytes() == (reordered / IDS).read_bytes()
+    assert (result / ID_MAPS_FILE).read_bytes() == (reordered / ID_MAPS_FILE).read_bytes()
 
 
 def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:

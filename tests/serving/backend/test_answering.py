@@ -15,6 +15,7 @@ from serving import engine
 from serving.backend import answering
 from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
 from serving.log import Sampled
@@ -22,7 +23,7 @@ from serving.lookup.ranks import BatchAnswer
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
 from serving.requests.batches import Batch
 from serving.requests.limits import Limits
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from tests.support.leak_check import without_collector
 from tests.support.models import Spec, collection
 

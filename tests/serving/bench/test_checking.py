@@ -15,10 +15,11 @@ from serving.bench.checking import Checker
 from serving.bench.requests import Distribution, Prepared, random_requests
 from serving.bundle.load import Bundle, open_bundle
 from serving.bundle.scores import DenseDtype
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.requests.captured import CapturedRequest, read_captured
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from tests.support.long_cases import one_in
 from tests.support.models import MIXED, collection
 from tests.support.ranker import ranker

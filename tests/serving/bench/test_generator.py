@@ -19,9 +19,10 @@ from serving.bench.report import refusal, summarize
 from serving.bench.requests import Distribution, Prepared, random_requests
 from serving.bundle.load import open_bundle
 from serving.bundle.tables import DefaultRow
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.reference import pool
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from tests.support import bundle_reader, oracle
 from tests.support.models import MIXED, collection
 

@@ -14,9 +14,10 @@ import pytest
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.bundle.load import open_bundle, verify_digests
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import BundleError
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from tests.support.json_edits import edits
 from tests.support.models import MIXED, collection
 

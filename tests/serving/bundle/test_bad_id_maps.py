@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.bundle.id_maps import IDS
+from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import digest_file, open_bundle, verify_digests
 from serving.bundle.manifest import MANIFEST
 from serving.engine import Engine
@@ -28,18 +28,18 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def test_a_map_of_another_size_is_refused(bundle: Path) -> None:
-    size = (bundle / IDS).stat().st_size
+    size = (bundle / ID_MAPS_FILE).stat().st_size
     for wrong in (size - 1, size + 1, 0):
-        os.truncate(bundle / IDS, wrong)
+        os.truncate(bundle / ID_MAPS_FILE, wrong)
         with pytest.raises(BundleError, match=rf"ids\.bin: expected {size} bytes, got {wrong}: publish"):
             Engine.open(bundle)
-    (bundle / IDS).unlink()
+    (bundle / ID_MAPS_FILE).unlink()
     with pytest.raises(BundleError, match=r"ids\.bin: cannot be read"):
         Engine.open(bundle)
 
 
 def test_a_map_with_other_bytes_is_found_by_its_digest(bundle: Path) -> None:
-    _write(bundle / IDS, 8, [(bundle / IDS).read_bytes()[8] ^ 1])
+    _write(bundle / ID_MAPS_FILE, 8, [(bundle / ID_MAPS_FILE).read_bytes()[8] ^ 1])
     with pytest.raises(BundleError, match=r"ids\.bin: expected SHA-256"):
         verify_digests(open_bundle(bundle))
     assert tbe_export("verify", str(bundle)).exit_code == 1
@@ -49,9 +49,11 @@ def test_a_map_with_rows_that_are_not_there_never_reaches_fbgemm(bundle: Path) -
     engine = Engine.open(bundle)
     for table in engine.bundle.manifest.tables:
         assert table.id_map is not None
-        rows = np.fromfile(bundle / IDS, "<i8", 2 * table.id_map.capacity, offset=table.id_map.entries_offset)
+        rows = np.fromfile(
+            bundle / ID_MAPS_FILE, "<i8", 2 * table.id_map.capacity, offset=table.id_map.entries_offset
+        )
         rows[1::2] = table.rows
-        _write(bundle / IDS, table.id_map.entries_offset, rows.tobytes())
+        _write(bundle / ID_MAPS_FILE, table.id_map.entries_offset, rows.tobytes())
     with pytest.raises(InternalError, match=r"ids\.bin: expected rows of its tables, got others"):
         engine.lookup({"user_id": [[0, 1_000_003**2]], "words": [list(range(50))], "item_id": [[-1]]})
 
@@ -92,9 +94,9 @@ def test_a_map_needs_its_requirement_and_the_policy_error(bundle: Path) -> None:
 def test_a_bundle_without_maps_may_not_have_the_file(tmp_path: Path) -> None:
     bundle = export_model(collection(), tmp_path / "r", "m")
     assert open_bundle(bundle).manifest.requires == ()
-    (bundle / IDS).write_bytes(b"12345678")
-    digest = digest_file(bundle / IDS)
-    _edit(bundle, lambda m: m["files"].__setitem__(IDS, {"size_bytes": 8, "sha256": digest.sha256}))
+    (bundle / ID_MAPS_FILE).write_bytes(b"12345678")
+    digest = digest_file(bundle / ID_MAPS_FILE)
+    _edit(bundle, lambda m: m["files"].__setitem__(ID_MAPS_FILE, {"size_bytes": 8, "sha256": digest.sha256}))
     with pytest.raises(BundleError, match=r"got another 'ids\.bin'"):
         open_bundle(bundle)
 

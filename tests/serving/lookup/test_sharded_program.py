@@ -14,11 +14,12 @@ from export import ExportConfig, OutputDtype, Sharding, WeightDtype, export_mode
 from export.plan.sharding import CHOICES
 from serving.bundle.load import weights_path
 from serving.bundle.plan import ShardingType
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.lookup.program import load_program
 from serving.requests.accept import accept
 from serving.requests.merge import merge
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from serving.requests.validate import validate
 from tests.support import bundle_reader, oracle
 from tests.support.long_cases import fewer_examples

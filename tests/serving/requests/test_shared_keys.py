@@ -9,11 +9,12 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.client import LookupClient
 from serving.commands.status import ask_every_table
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.requests.types import EMBEDDINGS, Tensors
+from serving.requests.types import Tensors
 from serving.server import Ports, run_server
 
 KEYS = ["x", "y", "z"]

@@ -14,11 +14,11 @@ from msgspec.structs import replace as replaced
 
 from serving.bundle.load import open_bundle
 from serving.bundle.plan import path_of
+from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import HostUnavailable
 from serving.requests.accept import accept
 from serving.requests.encoding import encode
-from serving.requests.types import EMBEDDINGS
 from serving.router.hosts_config import HostsConfig
 from tests.support.broken_http2 import WIRES, Wire, serve_http2
 from tests.support.fake_hosts import BEHAVIOURS, Behaviour, FakeHost, fake_hosts, honest
