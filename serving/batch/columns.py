@@ -7,11 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from serving.errors import ConfigurationError, quoted
 from serving.files import read_file
+from serving.requests.frames import weights_column
 
 # What happens to a row that the model refuses.
 OnError = Literal["fail", "skip"]
-# What follows the name of a feature in the name of its weights.
-_WEIGHTS = ".weights"
 
 
 class ModelInputs(NamedTuple):
@@ -44,7 +43,7 @@ class BatchColumns:
     """
 
     def __init__(self, inputs: ModelInputs, names: Mapping[str, str | Sequence[str]], keep: Sequence[str]) -> None:
-        weights = [f"{key}{_WEIGHTS}" for key in inputs.weighted]
+        weights = [weights_column(key) for key in inputs.weighted]
         if unknown := [name for name in names if name not in (*inputs.keys, *weights, *inputs.dense)]:
             expected = quoted((*inputs.keys, *weights, *inputs.dense))
             raise ConfigurationError(f"columns: {unknown[0]!r}: expected an input of the model, one of {expected}")
@@ -74,7 +73,7 @@ class BatchColumns:
         weights = [
             name
             for key in self.inputs.weighted
-            if (name := f"{key}{_WEIGHTS}") in self._names or name in schema.names
+            if (name := weights_column(key)) in self._names or name in schema.names
         ]
         columns = []
         for name in (*self.inputs.keys, *self.inputs.dense, *weights):
@@ -82,7 +81,7 @@ class BatchColumns:
                 self._expect_column(path, schema, column, f"the input {name!r}: name another in `columns`")
                 kind = schema.field(column).type
                 if name in self.inputs.keys:
-                    needs_weights = name in self.inputs.weighted and f"{name}{_WEIGHTS}" not in weights
+                    needs_weights = name in self.inputs.weighted and weights_column(name) not in weights
                     check_id_type(path, name, column, kind, needs_weights=needs_weights)
                 else:
                     check_number_type(path, name, column, kind)
@@ -95,7 +94,7 @@ class BatchColumns:
         """The features and the dense inputs in a pyarrow RecordBatch."""
         features: dict[str, Any] = {key: batch.column(self._columns_of(key)[0]) for key in self.inputs.keys}
         for key in self.inputs.weighted:
-            (column,) = self._columns_of(f"{key}{_WEIGHTS}")
+            (column,) = self._columns_of(weights_column(key))
             if column in batch.schema.names:
                 features[key] = {"values": features[key], "weights": batch.column(column)}
         dense = {}

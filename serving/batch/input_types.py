@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from serving.errors import ConfigurationError
+from serving.requests.frames import weights_column
 
 _IS_LIST: tuple[Callable[[Any], bool], ...] = (
     pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
@@ -36,7 +37,7 @@ def check_id_type(path: str, feature: str, column: str, kind: Any, *, needs_weig
         return
     expected = "integers or lists of integers"
     if needs_weights:
-        expected = f"lists of structs with `id` and `weight`, or another column {feature + '.weights'!r},"
+        expected = f"lists of structs with `id` and `weight`, or another column {weights_column(feature)!r},"
     raise ConfigurationError(
         f"{path}: column {column!r}: expected {expected} for the feature {feature!r}, got {kind}"
     )

@@ -9,8 +9,8 @@ place of these hex digits. If one bit of the file changes, the delta is refused.
 
 Several deltas may be *squashed* into one file, which has the newest state of each row. Its `sequence` is the number
 of the last delta. It has two more metadata: `since`, the number before the first delta, and `last_sha256`, the
-    `sha256` of
-the last delta. It can be applied after any delta from `since` on: the rows that it repeats are the same or newer.
+`sha256` of the last delta. It can be applied after any delta from `since` on: the rows that it repeats are the same
+or newer.
 
 For a model on several hosts, the router and each host have their own deltas, under the same numbers, with the rows
 and columns that they hold. Such a delta may have no rows.

@@ -6,8 +6,7 @@ at the same rows. Each block of columns has its own copy of a row's scale and bi
 A plan over several hosts has a router's bundle, and a bundle for each host. The router's plan has all ranks. The
 first rank is the router's own, with a weights file. Every other rank is a host, and has no file in the router's
 bundle: its rows are in the host's bundle. That is an ordinary bundle, in which a shard of the router's plan is a
-    table, and a
-segment (one feature over one shard) is a feature. Its pooling is always SUM.
+table, and a segment (one feature over one shard) is a feature. Its pooling is always SUM.
 """
 
 import enum

@@ -1,8 +1,7 @@
 """Ed25519 signatures of the files that determine what is served. A signature is a file beside the file that it signs.
 
 A signature signs a statement: a line that says what the file is, a newline, and the bytes of the file. So a file
-    cannot
-be passed off as the file of another model, version or purpose. The line is one of::
+cannot be passed off as the file of another model, version or purpose. The line is one of::
 
     tbe-serving/1 manifest.json "movies" "3"    version 3 of the model `movies`
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions

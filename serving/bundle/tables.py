@@ -38,8 +38,7 @@ class IdPolicy(enum.Enum):
     """What happens to an id outside [0, rows).
 
     ERROR: the request is refused. ZERO: the id contributes nothing, and MEAN does not count it. MODULO: every int64
-        is
-    a valid id, and reads the row id mod rows, which is in [0, rows) even for negative ids.
+    is a valid id, and reads the row id mod rows, which is in [0, rows) even for negative ids.
     """
 
     ERROR = "error"

@@ -10,13 +10,22 @@ from serving.bundle.scores import INPUT_DTYPES
 from serving.client.model_info import ModelInfo
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest, add_ids
-from serving.requests.answer_columns import NO_LENGTHS, AnswerColumns
-from serving.requests.answers import JaggedRows
+from serving.requests.answer_columns import NO_LENGTHS, AnswerColumns, Values
 from serving.requests.parameters import encode_parameters
-from serving.requests.types import Embeddings, Lengths, Outputs, Tensors
+from serving.requests.types import Lengths, Tensors
 
 
-class Answer(AnswerColumns[Any]):
+class _Versioned(AnswerColumns[Values]):
+    """An answer of one model version. Its arrays are read-only views of the response's bytes."""
+
+    def __init__(
+        self, values: Mapping[str, Values], version: int, lengths: Mapping[str, Lengths] = NO_LENGTHS
+    ) -> None:
+        super().__init__(values, lengths)
+        self.version = version
+
+
+class Answer(_Versioned[Any]):
     """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order of the request.
 
     A feature of an EmbeddingCollection has `JaggedRows` instead: one row for each id, not pooled.
@@ -26,17 +35,8 @@ class Answer(AnswerColumns[Any]):
         version: the model version that computed the whole answer.
     """
 
-    def __init__(
-        self,
-        embeddings: Mapping[str, Embeddings | JaggedRows],
-        version: int,
-        lengths: Mapping[str, Lengths] = NO_LENGTHS,
-    ) -> None:
-        super().__init__(embeddings, lengths)
-        self.version = version
 
-
-class Scores(AnswerColumns[npt.NDArray[Any]]):
+class Scores(_Versioned[npt.NDArray[Any]]):
     """Scores of a whole model, {output: [B, …]}, each in the dtype of its output.
 
     The arrays are read-only views of the response's bytes.
@@ -44,10 +44,6 @@ class Scores(AnswerColumns[npt.NDArray[Any]]):
     Attributes:
         version: the model version that computed the whole answer.
     """
-
-    def __init__(self, scores: Outputs, version: int, lengths: Mapping[str, Lengths] = NO_LENGTHS) -> None:
-        super().__init__(scores, lengths)
-        self.version = version
 
 
 _INT32 = np.iinfo(np.int32)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from serving.client.targets import host_of
+from serving.client.targets import address_host
 
 # The variables that gRPC reads, in order of precedence:
 # https://grpc.github.io/grpc/core/md_doc_environment_variables.html
@@ -19,7 +19,7 @@ def may_be_proxied(addresses: Sequence[str]) -> bool:
     A proxy cannot reach this machine. With several addresses, gRPC would ask the proxy for one host with all of them
     as its name.
     """
-    return len(addresses) == 1 and not _is_loopback(host_of(addresses[0]))
+    return len(addresses) == 1 and not _is_loopback(address_host(addresses[0]))
 
 
 def proxy_note(addresses: Sequence[str]) -> str | None:
@@ -27,7 +27,7 @@ def proxy_note(addresses: Sequence[str]) -> str | None:
     if not may_be_proxied(addresses):
         return None
     variable = next((name for name in _PROXY if os.environ.get(name)), None)
-    host = host_of(addresses[0])
+    host = address_host(addresses[0])
     no_proxy = next((os.environ[name] for name in _NO_PROXY if name in os.environ), "").split(",")
     if variable is None or any(_matches(entry.strip(), host) for entry in no_proxy):
         return None

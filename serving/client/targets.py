@@ -58,7 +58,7 @@ class Target:
         self._resolved = resolved
 
 
-def host_of(address: str) -> str:
+def address_host(address: str) -> str:
     """The host of "host:port", without gRPC's scheme and the brackets of IPv6."""
     return _SCHEME.sub("", address).rpartition(":")[0].strip("[]")
 
@@ -66,7 +66,7 @@ def host_of(address: str) -> str:
 def _resolve(address: str) -> tuple[str, ...]:
     try:
         port = int(address.rpartition(":")[2])
-        results = socket.getaddrinfo(host_of(address), port, socket.AF_INET, socket.SOCK_STREAM)
+        results = socket.getaddrinfo(address_host(address), port, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise ServerUnavailable(f"{address}: expected host:port of a host with an IPv4 address: {error}") from error
     return tuple(dict.fromkeys(":".join(map(str, socket_address[:2])) for *_, socket_address in results))

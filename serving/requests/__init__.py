@@ -11,7 +11,6 @@
 processes all of them, so that the cost of a numpy call is paid once.
 
 Letters in docstrings: R requests, S segments, F features, B samples, N ids, D columns of an answer; B_r are the
-    samples
-of request r. A segment is a feature of a request. A KJT is feature-major: all bags of the first feature, then all
-bags of the second, and so on.
+samples of request r. A segment is a feature of a request. A KJT is feature-major: all bags of the first feature, then
+all bags of the second, and so on.
 """

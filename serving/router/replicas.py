@@ -1,7 +1,6 @@
 """The replicas of all hosts: which of them answer, and whether each host has one with its bundle."""
 
 import asyncio
-import re
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import HostBundle
 from serving.client.connection import Connection
+from serving.client.targets import address_host
 from serving.errors import ConfigurationError, HostUnavailable, InternalError, ModelNotFound, ServingError
 from serving.files import Strict
 from serving.router.host import Host, host_of
@@ -169,8 +169,7 @@ async def _ask(manifest: Manifest, bundle: HostBundle, connection: Connection) -
 
 async def _resolved(connection: Connection, address: str) -> list[Connection]:
     """A connection for each IP address that an address resolves to."""
-    name, _, port = address.rpartition(":")
-    name = re.sub(r"^(dns|ipv4|ipv6):(///)?", "", name).strip("[]")
+    name, port = address_host(address), address.rpartition(":")[2]
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
     except OSError:

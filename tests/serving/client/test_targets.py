@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serving.client import AsyncLookupClient, LookupClient, targets
-from serving.client.targets import Target, host_of
+from serving.client.targets import Target, address_host
 from serving.errors import ServerUnavailable
 from tests.support.fake_server import FakeServer, serving
 
@@ -100,7 +100,7 @@ def test_names_are_not_resolved_for_each_call(resolver: Resolver, monkeypatch: p
     ],
 )
 def test_the_host_of_an_address(address: str, host: str) -> None:
-    assert host_of(address) == host
+    assert address_host(address) == host
 
 
 @pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient])
