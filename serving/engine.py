@@ -16,8 +16,8 @@ from serving.bundle.load import Bundle, hold, open_bundle
 from serving.bundle.manifest import MANIFEST
 from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
+from serving.lookup.batch_answer import BatchAnswer, failed_of
 from serving.lookup.dense_program import DenseProgram
-from serving.lookup.ranks import BatchAnswer, failed_of
 from serving.model.settings import ServingSettings, WeightsMemory
 from serving.ranks import open_ranks
 from serving.requests.accept import accept

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from serving.bundle.load import Bundle
+from serving.lookup.batch_answer import BatchAnswer
 from serving.lookup.local_ranks import LocalRanks
 from serving.lookup.program import LoadedProgram
-from serving.lookup.ranks import BatchAnswer
 from serving.requests.batches import Batch
 from serving.router.calls import HostTime
 from serving.router.host import HostCounts

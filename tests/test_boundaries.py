@@ -39,7 +39,7 @@ FEW_IMPORT = {
         "serving.backend.dlpack",
         "serving.backend.triton",
         "serving.lookup.buffer_pool",
-        "serving.lookup.ranks",
+        "serving.lookup.batch_answer",
         "serving.lookup.parallel_lookup",
         "serving.lookup.aot_inductor",
         "serving.lookup.gemm",

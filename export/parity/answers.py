@@ -24,8 +24,8 @@ from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Pooling, Table
 from serving.bundle.tensor_names import EMBEDDINGS, SEQUENCES
 from serving.engine import answer
+from serving.lookup.batch_answer import BatchAnswer, program_arguments
 from serving.lookup.build_program import build_program
-from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
 from serving.requests.accept import accept
 from serving.requests.answers import decode_rows
@@ -60,7 +60,7 @@ def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: Id
     schema = schema_of(manifest, maps)
 
     def look_up(batches: Sequence[Batch]) -> list[BatchAnswer]:
-        return [BatchAnswer(program(*arguments(batch)).numpy()) for batch in batches]
+        return [BatchAnswer(program(*program_arguments(batch)).numpy()) for batch in batches]
 
     (outputs,) = answer(schema, [accept(schema, probe)], look_up).outputs()
     return outputs

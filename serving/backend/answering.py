@@ -24,7 +24,7 @@ from serving.errors import (
     ServerUnavailable,
     ServingError,
 )
-from serving.lookup.ranks import zeroed_of
+from serving.lookup.batch_answer import zeroed_of
 from serving.model.settings import LARGEST_HANDOVER
 from serving.requests.accept import accept, check_bundle
 from serving.requests.limits import Limits, grouped

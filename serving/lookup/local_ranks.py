@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Never
 
 from serving.bundle.load import Bundle
+from serving.lookup.batch_answer import BatchAnswer, program_arguments
 from serving.lookup.parallel_lookup import ParallelLookup, look_up_pieces
 from serving.lookup.program import load_program
-from serving.lookup.ranks import BatchAnswer, arguments
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings
 from serving.tables.table_files import TableFiles
@@ -24,7 +24,7 @@ class LocalRanks:
 
     Attributes:
         loaded_program: the program, and how it runs.
-        forward: the program's forward. It takes `arguments(batch)`.
+        forward: the program's forward. It takes `program_arguments(batch)`.
         counts, replicas, host_times: empty, because there are no hosts.
 
     Raises:
@@ -60,7 +60,7 @@ class LocalRanks:
 
     def _look_up(self, batch: Batch) -> Embeddings:
         pooled = None if self._pieces is None else self._pieces.answer(batch)
-        return self.forward(*arguments(batch)).numpy() if pooled is None else pooled
+        return self.forward(*program_arguments(batch)).numpy() if pooled is None else pooled
 
     def watch_replicas(self, period_s: float) -> None:
         """Do nothing: there are no hosts."""

@@ -201,7 +201,7 @@ def look_up_pieces(
     """Look up pieces, block by block, and write them to `answer`. This code is Python and TorchScript.
 
     Args:
-        values, offsets, per_sample_weights, features: the arguments of a program for the batch, see `arguments`.
+        values, offsets, per_sample_weights, features: see `serving.lookup.batch_answer.program_arguments`.
             features is int64 [F].
         columns: the first column of each feature in the answer, then D [F + 1].
         answer: the answer to the whole batch, [B, D] in the program's dtype. Only the pieces are written.

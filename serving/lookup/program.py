@@ -70,7 +70,8 @@ class LoadedProgram:
     """The lookup program of a bundle in this process.
 
     Attributes:
-        program: has `forward`, which takes `serving.lookup.ranks.arguments`, and the requested methods.
+        program: has `forward`, which takes `program_arguments` of `serving.lookup.batch_answer`, and the requested
+            methods.
         form: TORCHSCRIPT: from `program.pt`. PLAIN: a module built from the manifest.
         failure: why `program.pt` is not used, in a line; None if it is used, or the bundle has none.
     """

@@ -15,8 +15,8 @@ from torch import Tensor
 from serving.bundle.load import Bundle
 from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
 from serving.errors import ServingError
+from serving.lookup.batch_answer import BatchAnswer, LostHost, program_arguments
 from serving.lookup.program import load_program
-from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.requests.batches import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
 from serving.router.host import TRACE, Host, HostCounts, host_of
@@ -56,7 +56,7 @@ class Split:
     """A batch, split by rank.
 
     Attributes:
-        offsets, features: those of the batch, as `serving.lookup.ranks.arguments` returns them.
+        offsets, features: those of the batch, as `serving.lookup.batch_answer.program_arguments` returns them.
         by_rank: what each rank looks up.
         selections: the segments that each rank looks up.
         to_send: the requests to other hosts, by rank. Hosts whose rows are not needed get none.
@@ -181,7 +181,7 @@ class RouterRanks:
 
     def split(self, batch: Batch) -> Split:
         """Split a batch by rank."""
-        values, offsets, weights, features = arguments(batch)
+        values, offsets, weights, features = program_arguments(batch)
         by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
         selections = self._selections_of(None if batch.feature_set.default else batch.feature_set.positions)
         to_send = {

@@ -19,7 +19,7 @@ from serving.bundle.tensor_names import EMBEDDINGS
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
 from serving.log import Sampled
-from serving.lookup.ranks import BatchAnswer
+from serving.lookup.batch_answer import BatchAnswer
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
 from serving.requests.batches import Batch
 from serving.requests.limits import Limits

@@ -3,7 +3,7 @@
 import numpy as np
 
 from serving.errors import HostUnavailable
-from serving.lookup.ranks import BatchAnswer, LostHost, failed_of, zeroed_of
+from serving.lookup.batch_answer import BatchAnswer, LostHost, failed_of, zeroed_of
 
 NOTHING = np.zeros((0, 0), np.float32)
 ONE, TWO = HostUnavailable("host 1 (m-host-1): no answer"), HostUnavailable("host 2 (m-host-2): no answer")

@@ -1,4 +1,4 @@
-"""The answers of ranks to batches, and the effects of lost hosts on requests."""
+"""What ranks take for a batch and answer to it, and the effects of lost hosts on requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -86,7 +86,7 @@ def _error_of(losses: Sequence[LostHost]) -> ServingError:
     return HostUnavailable(shown("; ".join(messages)))
 
 
-def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def program_arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The arguments of a program for a batch, which share memory with it.
 
     Returns:
