@@ -171,11 +171,8 @@ class LookupMetrics:
     ) -> None:
         self._all: list[Total] = []
 
-        def family_of(name: str, description: str, kind: Kind) -> Family:
-            return families(name, description, kind)
-
         def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, Total]:
-            family = family_of(name, description, "COUNTER")
+            family = families(name, description, "COUNTER")
             by_value = {
                 value: Total(family.Metric({**labels, label: value} if label else labels)) for value in values
             }
@@ -186,7 +183,7 @@ class LookupMetrics:
             return totals(name, description, "", [""])[""]
 
         def counters(name: str, description: str) -> Family:
-            return family_of(name, description, "COUNTER")
+            return families(name, description, "COUNTER")
 
         self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
         self._requests = total("tbe_requests_total", "Requests answered by TBE calls")
@@ -225,8 +222,8 @@ class LookupMetrics:
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
         self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
-        self._set_gauges(family_of, labels, exported_at, scales, programs)
-        slow = family_of("tbe_slow_kernels", "1 if FBGEMM does not use the processor's vector instructions", "GAUGE")
+        self._set_gauges(families, labels, exported_at, scales, programs)
+        slow = families("tbe_slow_kernels", "1 if FBGEMM does not use the processor's vector instructions", "GAUGE")
         slow.Metric({**labels, "instruction_set": kernels}).set(has_slow_kernels)
 
     def _set_gauges(
@@ -334,12 +331,17 @@ class LookupMetrics:
 
 
 class Publisher:
-    """Calls `publish` on its own thread every `PERIOD_S` seconds, and a last time when it is stopped; then `end`."""
+    """Calls functions on its own thread every `PERIOD_S` seconds, and a last time when it is stopped.
+
+    Args:
+        publishes: the functions, in the order of the calls.
+        ends: functions that are called after the last time.
+    """
 
     PERIOD_S = 0.5
 
-    def __init__(self, publish: Callable[[], None], end: Callable[[], None]) -> None:
-        self._publish, self._end = publish, end
+    def __init__(self, publishes: Sequence[Callable[[], None]], ends: Sequence[Callable[[], None]]) -> None:
+        self._publishes, self._ends = publishes, ends
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -353,4 +355,9 @@ class Publisher:
         while not self._stopped.wait(self.PERIOD_S):
             self._publish()
         self._publish()
-        self._end()
+        for end in self._ends:
+            end()
+
+    def _publish(self) -> None:
+        for publish in self._publishes:
+            publish()

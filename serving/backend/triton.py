@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +164,7 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
         hosts = HostMetrics(families, labels, engine.ranks)
         published.append(hosts.publish)
         ended.append(hosts.end)
-
-    def call(functions: list[Callable[[], None]]) -> None:
-        for function in functions:
-            function()
-
-    return engine, answerer, Publisher(partial(call, published), partial(call, ended))
+    return engine, answerer, Publisher(published, ended)
 
 
 def _lookup_metrics(
