@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from export.parity.fresh_process import FreshProcess
 from export.program.compile import write_program
 from export.rows.table_error import Tally, finite
+from export.scores.probe_inputs import ByFeature
 from export.trained.probe_request import make_probe
 from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.load import Bundle, weights_path, weights_paths
@@ -64,9 +65,6 @@ def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: Id
 
     (outputs,) = answer(schema, [accept(schema, probe)], look_up).outputs()
     return outputs
-
-
-ByFeature = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
