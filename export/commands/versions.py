@@ -115,24 +115,18 @@ def verify(
     # Before the model is built, which takes long: a wrong path or a damaged file is named at once.
     path = open_bundle(bundle_of(bundle, trusted), trusted).path
     check_pins()
-    from export.parity.verify import as_json
+    from export.parity.verify import ComparedModel, as_json
     from export.parity.verify import verify as verify_any
     from export.trained.model_copy import on_cpu
     from export.trained.tables import collect_tables
 
-    call = None if example is None else named_example(example)
-    module = None if model is None else on_cpu(build_module(model, meta=checkpoint is not None))
-    trained = None if module is None else collect_tables(module, trace=call is None)
-    verification = verify_any(
-        path,
-        trained,
-        checkpoint,
-        trusted,
-        call,
-        prefix=checkpoint_prefix,
-        labelled=labelled,
-        trained_memory_bytes=limit,
-    )
+    compared = None
+    if model is not None:
+        call = None if example is None else named_example(example)
+        module = on_cpu(build_module(model, meta=checkpoint is not None))
+        trained = collect_tables(module, trace=call is None)
+        compared = ComparedModel(trained, checkpoint, checkpoint_prefix, call, labelled, limit)
+    verification = verify_any(path, compared, trusted=trusted)
     count, problems = read_deltas(verification.bundle, deltas)
     if json_:
         print_json(as_json(verification))

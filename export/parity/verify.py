@@ -92,17 +92,81 @@ class Verification:
     is_run: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedModel:
+    """The model that was exported, to compare a bundle with: its rows, its answers and its scores.
+
+    Attributes:
+        trained: its tables.
+        checkpoint: its weights; None: the module has them.
+        prefix: of its keys in the checkpoint; None: the only one that fits.
+        example: the call with which it was exported; None: it was exported without one.
+        labelled: a file of requests with labels, on which the AUC is measured; None: it is not measured.
+        trained_memory_bytes: as `ExportConfig.trained_memory_bytes`.
+    """
+
+    trained: Trained
+    checkpoint: WeightSource = None
+    prefix: str | None = None
+    example: Example | None = None
+    labelled: Path | None = None
+    trained_memory_bytes: int | None = None
+
+    def requests(self, manifest: Manifest) -> list[LabelledRequest]:
+        """Read the requests with labels.
+
+        Raises:
+            ConfigurationError: the AUC of this bundle cannot be measured, or the file cannot be read.
+        """
+        if self.labelled is None:
+            return []
+        if manifest.dense_part is None or manifest.dense_part.is_own or manifest.hosts:
+            raise ConfigurationError(
+                "labelled (--labelled): expected a model (--model), and a bundle with scores of the model's layers "
+                "that is not a router's"
+            )
+        return read_labelled(self.labelled)
+
+    def open(self, bundle: Bundle) -> "_OpenedModel":
+        """Open the weights, and load them into the model if they fit; errors as `verify`."""
+        part = bundle.manifest.dense_part
+        is_whole = part is not None and not part.is_own
+        trained = self.trained
+        weights = open_weights(trained.module, trained, self.checkpoint, self.prefix, is_whole=is_whole)
+        is_loaded = True
+        if self.checkpoint is not None:
+            if is_whole:
+                load_weights(trained, weights)
+            is_loaded = load_tables(trained, weights, self.trained_memory_bytes, lambda _done, _total: None)
+        scored = None
+        if is_whole and part is not None:
+            scored = scored_of(bundle, part, trained, weights, not is_loaded, self.example)
+        return _OpenedModel(trained, weights, is_loaded, scored)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedModel:
+    """A `ComparedModel` with its weights.
+
+    Attributes:
+        trained: its tables.
+        weights: their rows.
+        is_loaded: whether the model's tables have their weights, so that it can be run.
+        scored: its dense part, compiled as the bundle's was. None: the bundle has no layers of the model.
+    """
+
+    trained: Trained
+    weights: Checkpoint
+    is_loaded: bool
+    scored: CompiledDensePart | None
+
+
 def verify(
     path: Path,
-    trained: Trained | None = None,
-    checkpoint: WeightSource = None,
-    trusted: TrustedKeys | None = None,
-    example: Example | None = None,
-    parts: Mapping[int, Bundle] | None = None,
+    compared: ComparedModel | None = None,
     *,
-    prefix: str | None = None,
-    labelled: Path | None = None,
-    trained_memory_bytes: int | None = None,
+    trusted: TrustedKeys | None = None,
+    parts: Mapping[int, Bundle] | None = None,
 ) -> Verification:
     """Read every byte of a bundle, compare copies of tables, and answer a probe at each step, as in `Answers`.
 
@@ -112,29 +176,24 @@ def verify(
 
     Args:
         path: the bundle, <model>/<version>.
-        trained: the model that was exported. Every stored row is compared with its float row, and scores with its
+        compared: the model that was exported. Every stored row is compared with its float row, and scores with its
             scores. None: neither is compared.
-        checkpoint: the weights of `trained`; None: the module has them.
         trusted: one of these keys must have signed the bundles. None: no signature is needed.
-        example: the call of `trained` with which it was exported; None: it was exported without one.
         parts: the bundles of a router's hosts by rank; None: those in its repository.
-        prefix: of the keys of `trained` in the checkpoint; None: the only one that fits.
-        labelled: a file of requests with labels, on which the AUC is measured; None: it is not measured.
-        trained_memory_bytes: as `ExportConfig.trained_memory_bytes`.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
             manifest lacks the parity of a table; a host's bundle is not the one that the router's names.
-        ModelError: the tables or scores of the bundle differ from those of `trained`; with `trained`, the bundle is
+        ModelError: the tables or scores of the bundle differ from those of the model; with a model, the bundle is
             a host's, or a host's bundle is missing.
-        ConfigurationError: there are labels, but no scores or no model; or the file of labels cannot be used.
+        ConfigurationError: there are labels, but no scores; or the file of labels cannot be used.
         CheckpointError: weights are missing, or changed while they were read.
         ParityError: a fresh process cannot answer from it.
     """
     bundle = open_bundle(path, trusted)
     manifest = bundle.manifest
-    requests = [] if labelled is None else _labelled(labelled, manifest, trained)
-    if manifest.part_of is not None and trained is not None:
+    requests = [] if compared is None else compared.requests(manifest)
+    if manifest.part_of is not None and compared is not None:
         raise ModelError(
             f"{path}: holds shards of {manifest.part_of.model!r}: verify the bundle of {manifest.part_of.model!r} to "
             "compare float rows"
@@ -146,12 +205,10 @@ def verify(
         if failure is not None and torchscript_error() is None:  # a server would build the program from the manifest
             raise BundleError(f"{failure}: export it again")
         if absent := _absent_hosts(bundle) if parts is None else ():
-            if trained is not None:
+            if compared is not None:
                 raise ModelError(f"{absent[0]}: is missing: comparing float rows needs the bundles of all hosts")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
-        model = None
-        if trained is not None:
-            model = _open_model(bundle, trained, checkpoint, prefix, trained_memory_bytes, example)
+        model = None if compared is None else compared.open(bundle)
         scored = None if model is None else model.scored
         request = scored.request if scored is not None else _request_for(bundle)
         if manifest.hosts:
@@ -169,60 +226,6 @@ def verify(
     if requests and scored is not None:
         part = with_labelled_auc(path, scored, part, requests)
     return replace(verification, dense_part=part, failures=(*verification.failures, *failures))
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """The model that a bundle is compared with.
-
-    Attributes:
-        trained: its tables.
-        weights: their rows.
-        is_loaded: whether the model's tables have their weights, so that it can be run.
-        scored: its dense part, compiled as the bundle's was. None: the bundle has no layers of the model.
-    """
-
-    trained: Trained
-    weights: Checkpoint
-    is_loaded: bool
-    scored: CompiledDensePart | None
-
-
-def _open_model(
-    bundle: Bundle,
-    trained: Trained,
-    checkpoint: WeightSource,
-    prefix: str | None,
-    trained_memory_bytes: int | None,
-    example: Example | None,
-) -> _Model:
-    """Open the weights of a model, and load them into it if they fit; arguments and errors as `verify`."""
-    part = bundle.manifest.dense_part
-    is_whole = part is not None and not part.is_own
-    weights = open_weights(trained.module, trained, checkpoint, prefix, is_whole=is_whole)
-    is_loaded = True
-    if checkpoint is not None:
-        if is_whole:
-            load_weights(trained, weights)
-        is_loaded = load_tables(trained, weights, trained_memory_bytes, lambda _done, _total: None)
-    scored = None
-    if is_whole and part is not None:
-        scored = scored_of(bundle, part, trained, weights, not is_loaded, example)
-    return _Model(trained, weights, is_loaded, scored)
-
-
-def _labelled(file: Path, manifest: Manifest, trained: Trained | None) -> list[LabelledRequest]:
-    """Read the requests of `--labelled`.
-
-    Raises:
-        ConfigurationError: the AUC of this bundle cannot be measured, or the file cannot be read.
-    """
-    if trained is None or manifest.dense_part is None or manifest.dense_part.is_own or manifest.hosts:
-        raise ConfigurationError(
-            "labelled (--labelled): expected a model (--model), and a bundle with scores of the model's layers that "
-            "is not a router's"
-        )
-    return read_labelled(file)
 
 
 def _request_for(bundle: Bundle) -> Tensors | None:
@@ -253,7 +256,7 @@ def _absent_hosts(router: Bundle) -> tuple[Path, ...]:
 def _compare(
     bundle: Bundle,
     answers: Answers,
-    model: _Model | None,
+    model: _OpenedModel | None,
 ) -> Verification:
     """Compare the answers to a probe at each step, and the rows of a bundle with those of its model.
 
@@ -308,7 +311,7 @@ def _compare(
 _IS_IT = "is this the model that was exported?"
 
 
-def _differing_settings(bundle: Bundle, model: _Model) -> Iterator[str]:
+def _differing_settings(bundle: Bundle, model: _OpenedModel) -> Iterator[str]:
     """A line for each feature whose position weights, and each table whose map of ids, differ from the model's."""
     manifest, tables, weights = bundle.manifest, model.trained.tables, model.weights
     expected = with_position_weights(manifest, tables, weights)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from export import ExportConfig, WeightDtype, export_model
 from export.errors import ExportError
-from export.parity.verify import Verification, verify
+from export.parity.verify import ComparedModel, Verification, verify
 from export.trained import loaded_tables
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
@@ -121,7 +121,7 @@ def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
 
 
 def compared(bundle: Path, folder: Path, **options: Any) -> Verification:
-    return verify(bundle, collect_tables(ranker()), folder / "saved", **options)
+    return verify(bundle, ComparedModel(collect_tables(ranker()), folder / "saved", **options))
 
 
 def test_verify_measures_what_an_export_could_not(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_table_that_is_loaded_wrongly_is_found(tmp_path: Path, monkeypatch: py
 def test_labels_need_a_model_with_scores(tmp_path: Path) -> None:
     bundle = export_model(pooled(), tmp_path / "r", "m")
     with pytest.raises(ConfigurationError, match=r"labelled \(--labelled\): expected a model"):
-        verify(bundle, collect_tables(pooled()), labelled=labelled(tmp_path))
+        verify(bundle, ComparedModel(collect_tables(pooled()), labelled=labelled(tmp_path)))
 
 
 def test_an_export_that_cannot_run_the_model_ends_with_the_command_that_does(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from export import export_model
 from export.__main__ import app
 from export.errors import ModelError
-from export.parity.verify import Verification, verify
+from export.parity.verify import ComparedModel, Verification, verify
 from export.publish.published import prune
 from export.trained.tables import collect_tables
 from serving.bundle.load import digest_file, open_bundle
@@ -50,7 +50,7 @@ def overwrite_row(bundle: Path) -> None:
 
 
 def with_floats(router: Path, seed: int = 0) -> Verification:
-    return verify(router, collect_tables(collection(MIXED, seed=seed)))
+    return verify(router, ComparedModel(collect_tables(collection(MIXED, seed=seed))))
 
 
 def test_a_whole_set_is_what_was_exported(router: Path) -> None:

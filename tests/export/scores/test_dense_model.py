@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from export import export_model
 from export.errors import ModelError
-from export.parity.verify import verify
+from export.parity.verify import ComparedModel, verify
 from export.trained.tables import collect_tables
 from serving.bundle.load import open_bundle
 from serving.bundle.scores import DenseDtype
@@ -108,7 +108,7 @@ def test_scores_are_those_of_the_module_that_was_given(tmp_path: Path, model: An
     dense, module = Own(), model()
     config = replace(EXACT, dense_widths={"price": 3})
     bundle = export_model(module, tmp_path, "m", config, dense=dense)
-    assert not verify(bundle, collect_tables(module)).failures
+    assert not verify(bundle, ComparedModel(collect_tables(module))).failures
     engine = Engine.open(bundle)
     random = np.random.default_rng(0)
     bags, _ = random_request(module, random, 6)

@@ -26,7 +26,7 @@ from export import (
     publish_changes,
 )
 from export.errors import CheckpointError, PublishError
-from export.parity.verify import verify
+from export.parity.verify import ComparedModel, verify
 from export.pipeline import plan_model
 from export.trained.checkpoint import open_checkpoint
 from export.trained.tables import collect_tables
@@ -223,7 +223,7 @@ def next_version(path: Path, repository: Path) -> None:
 
 
 def verification(path: Path, repository: Path) -> None:
-    verify(repository / "m" / "1", collect_tables(bags()), path)
+    verify(repository / "m" / "1", ComparedModel(collect_tables(bags()), path))
 
 
 @pytest.mark.parametrize("act", one_in(2, [export_int8, export_fp32, plan, changes, next_version, verification]))

@@ -16,7 +16,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from export import ExportConfig, WeightDtype, export_model
 from export.commands.module import _tables_on_meta
 from export.errors import CheckpointError, ModelError, QuantizeError
-from export.parity.verify import verify
+from export.parity.verify import ComparedModel, verify
 from export.publish.changes import publish_changes
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import collect_tables
@@ -177,9 +177,8 @@ def test_every_weight_and_buffer_is_read_in_its_own_dtype(tmp_path: Path, kind: 
     config = replace(EXACT, example=(kjt(),) if by_example else None)
     bundle = export(untrained(kind), tmp_path, module.state_dict(), config)
     assert_same(served(bundle), answers(module))
-    verification = verify(
-        bundle, collect_tables(untrained(kind), trace=not by_example), tmp_path / "w.pt", example=config.example
-    )
+    tables = collect_tables(untrained(kind), trace=not by_example)
+    verification = verify(bundle, ComparedModel(tables, tmp_path / "w.pt", example=config.example))
     assert (verification.failures, verification.source) == ((), "weights from w.pt; 0 keys unused")
 
 
@@ -285,9 +284,9 @@ def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Pa
     checkpoint = tmp_path / "w.pt"
     new = untrained(TiesItsLayers)
     with pytest.raises(CheckpointError, match="2 times"):
-        verify(bundle, collect_tables(new), checkpoint)
-    assert not verify(bundle, collect_tables(new), checkpoint, prefix="ema").failures
-    assert verify(bundle, collect_tables(new), checkpoint, prefix="model.").failures
+        verify(bundle, ComparedModel(collect_tables(new), checkpoint))
+    assert not verify(bundle, ComparedModel(collect_tables(new), checkpoint, "ema")).failures
+    assert verify(bundle, ComparedModel(collect_tables(new), checkpoint, "model.")).failures
     with pytest.raises(CheckpointError, match="2 times"):
         publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint)
     assert publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint, checkpoint_prefix="ema") is None
