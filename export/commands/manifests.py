@@ -6,16 +6,15 @@ from typing import Annotated
 
 import typer
 
-from export.kubernetes.addresses import GRPC_PORT, check_addresses, secrets_of
-from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, check_deltas, client_labels, read_fleet
+from export.kubernetes.addresses import check_addresses
+from export.kubernetes.fleet import GRPC_PORT, Fleet, check_deltas, read_fleet
+from export.kubernetes.options import ManifestOptions
 from export.publish.published import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
 from serving.terminal.app import complain, out
 from serving.terminal.options import EVERY, as_given, by_name
-
-_REPLICAS = Replicas()
 
 
 def manifests(
@@ -43,10 +42,10 @@ def manifests(
     name: Annotated[
         str | None, typer.Option(help="Name of the Kubernetes objects; by default the model's name.")
     ] = None,
-    routers: Annotated[int, typer.Option(help="Least number of pods that clients call.")] = _REPLICAS.routers,
+    routers: Annotated[int, typer.Option(help="Least number of pods that clients call.")] = ManifestOptions.routers,
     most_routers: Annotated[
         int, typer.Option(help="Largest number of pods that clients call.")
-    ] = _REPLICAS.most_routers,
+    ] = ManifestOptions.most_routers,
     scale_on_queue_ms: Annotated[
         int | None,
         typer.Option(
@@ -54,7 +53,7 @@ def manifests(
             "the rule of deploy/kubernetes/prometheus-adapter.yaml."
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="Pods of each host.")] = _REPLICAS.of_hosts,
+    replicas: Annotated[int, typer.Option(help="Pods of each host.")] = ManifestOptions.replicas,
     replicas_of: Annotated[list[str] | None, typer.Option(metavar="HOST=N", help="Pods of one host.")] = None,
     hosts_also: Annotated[
         int | None,
@@ -71,7 +70,9 @@ def manifests(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS. Use it only if a mesh or the like secures connections.")
     ] = False,
-    metrics_from: Annotated[str, typer.Option(help="Namespace whose pods may read metrics.")] = METRICS_FROM,
+    metrics_from: Annotated[
+        str, typer.Option(help="Namespace whose pods may read metrics.")
+    ] = ManifestOptions.metrics_from,
     deltas_claim: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +86,7 @@ def manifests(
     A router's settings must have the addresses that the manifests give its hosts. If they differ, nothing is written,
     and the command that sets them is printed. If the folder has manifests already, options that change are printed.
     """
-    options = PodOptions(
+    options = ManifestOptions(
         image=image,
         claim=claim,
         store=store,
@@ -94,21 +95,19 @@ def manifests(
         insecure=insecure,
         metrics_from=metrics_from,
         deltas_claim=deltas_claim,
-    )
-    numbers = Replicas(
         routers=routers,
         most_routers=most_routers,
-        queue_ms=scale_on_queue_ms,
-        of_hosts=replicas,
-        of_host=dict(_of_host(host, text) for host, text in by_name(replicas_of).items()),
+        scale_on_queue_ms=scale_on_queue_ms,
+        replicas=replicas,
+        replicas_of=dict(_of_host(host, text) for host, text in by_name(replicas_of).items()),
     )
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    fleet = read_fleet(bundle_of(bundle, trusted), numbers, name=name, hosts_also=hosts_also, trusted=trusted)
+    fleet = read_fleet(bundle_of(bundle, trusted), options, name=name, hosts_also=hosts_also, trusted=trusted)
     check_addresses(fleet, trusted, insecure=insecure)
     check_deltas(fleet, options)
     from export.kubernetes.base import base_files, changes, write_base  # a client-only install has no PyYAML
 
-    files = base_files(fleet, numbers, options)
+    files = base_files(fleet, options)
     changed = [*changes(out_, files)]
     write_base(out_, fleet, files)
     for change in changed:
@@ -122,10 +121,9 @@ def _of_host(host: str, text: str) -> tuple[int, int]:
     return int(host), int(text)
 
 
-def _show_next_steps(fleet: Fleet, folder: Path, options: PodOptions) -> None:
+def _show_next_steps(fleet: Fleet, folder: Path, options: ManifestOptions) -> None:
     """Print the command that deploys the manifests, and the objects that they need."""
     say = partial(out.print, soft_wrap=True)
-    (client,) = (f'{label}: "{value}"' for label, value in client_labels(fleet).items())
     say(f"written to {folder}; deploy it: kubectl apply -k {folder}")
     if options.claim is not None:
         say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
@@ -133,11 +131,15 @@ def _show_next_steps(fleet: Fleet, folder: Path, options: PodOptions) -> None:
         say(f"needed: {options.store}, with the repository (`tbe-export push`), which pods may read")
     if options.deltas_claim is not None:
         say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas (`tbe-export delta --deltas`)")
-    elif any(pods.live_bytes for pods in (fleet.front, *fleet.hosts)):
-        say(f"needed: {options.stored_deltas}, with the deltas: `tbe-export delta --deltas {options.stored_deltas}`")
-    for secret, purpose in {} if options.insecure else secrets_of(fleet).items():
+    elif any(member.live_bytes for member in fleet.members):
+        say(f"needed: {options.deltas}, with the deltas: `tbe-export delta --deltas {options.deltas}`")
+    secrets = {f"{fleet.name}-tls": f"for {fleet.name}, what clients call"}
+    if fleet.hosts:
+        secrets[f"{fleet.name}-hosts-tls"] = f"for {fleet.hosts_server_name}, as servers and as clients"
+        secrets[f"{fleet.name}-hosts-client-tls"] = "of routers, as clients of hosts, by the authority of the hosts"
+    for secret, purpose in {} if options.insecure else secrets.items():
         say(f"needed: Secret {secret}, of type kubernetes.io/tls with ca.crt: a certificate {purpose}")
-    say(f"pods labelled {client} may call {fleet.name}:{GRPC_PORT}")
+    say(f'pods labelled {fleet.name}-client: "true" may call {fleet.name}:{GRPC_PORT}')
     for host in fleet.hosts:
         if host.replicas == 1:
             say(f"note: host {host.host} has one replica: while it restarts, requests that need it fail")

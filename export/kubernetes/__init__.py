@@ -4,8 +4,7 @@
 
     bundle ─► fleet        the models to deploy: versions, bytes, replicas
               names        the names of their objects
-              addresses    how a router finds its hosts, and the certificates
-              containers   the containers and volumes of a pod
-              workloads    the objects of each model
+              addresses    how a router finds its hosts
+              objects      the objects of each model, by model.yaml.jinja
               base         the files
 """

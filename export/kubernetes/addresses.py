@@ -1,10 +1,6 @@
-"""The addresses and certificates of a fleet: how a router finds its hosts, and which Secrets pods need.
+"""The addresses of a router's hosts, and its certificates for them: its settings must name both as the manifests do.
 
-Certificates: callers check the name in a server's certificate. Hosts answer only callers with a certificate of the
-authority that signed their own, such as routers.
-
-Settings: a router's settings must name the hosts as the manifests do. Pods mount the repository read-only, and
-settings may be signed. So the settings are checked before any manifest is written.
+Pods mount the repository read-only, and settings may be signed. So settings are checked before a manifest is written.
 """
 
 import os
@@ -12,65 +8,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from export.kubernetes.fleet import Fleet, Member
+from export.kubernetes.fleet import GRPC_PORT, Fleet
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
 from serving.model.config_file import CONFIG, read_config, settings_of
 from serving.model.settings import ServingSettings
 
-# Folders in a pod: of its server's certificate, and of a router's client certificate for its hosts.
-TLS, HOSTS_TLS = "/tls", "/hosts-tls"
-
-
-def hosts_server_name(fleet: Fleet) -> str:
-    """The name in the certificates of all hosts."""
-    return f"{fleet.name}-hosts"
-
-
-def secret_of(fleet: Fleet, member: Member) -> str:
-    """The Secret with the certificate of a pod's server."""
-    return f"{fleet.name if member.host is None else hosts_server_name(fleet)}-tls"
-
-
-def hosts_client_secret(fleet: Fleet) -> str:
-    """The Secret with a router's client certificate for its hosts."""
-    return f"{hosts_server_name(fleet)}-client-tls"
-
-
-def secrets_of(fleet: Fleet) -> dict[str, str]:
-    """All Secrets, each with the use of its certificate. Their type is kubernetes.io/tls, with ca.crt."""
-    uses = {secret_of(fleet, fleet.front): f"for {fleet.name}, what clients call"}
-    if fleet.hosts:
-        uses[secret_of(fleet, fleet.hosts[0])] = f"for {hosts_server_name(fleet)}, as servers and as clients"
-        uses[hosts_client_secret(fleet)] = "of routers, as clients of hosts, by the authority of the hosts"
-    return uses
-
-
-def arguments(member: Member) -> list[str]:
-    """The TLS options of `tbe-serve run` in a pod."""
-    options = [f"--tls-cert={TLS}/tls.crt", f"--tls-key={TLS}/tls.key"]
-    return options if member.host is None else [*options, f"--tls-client-ca={TLS}/ca.crt"]
-
-
-def calls_to_hosts(fleet: Fleet) -> list[dict[str, Any]]:
-    """The environment variables of a container that calls hosts."""
-    values = {
-        "CA": f"{HOSTS_TLS}/ca.crt",
-        "SERVER_NAME": hosts_server_name(fleet),
-        "CERT": f"{HOSTS_TLS}/tls.crt",
-        "KEY": f"{HOSTS_TLS}/tls.key",
-    }
-    return [{"name": f"TBE_SERVE_TLS_{name}", "value": value} for name, value in values.items()]
-
-
-GRPC_PORT, OPERATIONS_PORT = 8001, 8002
-
-
-def address_of(name: str) -> str:
-    """The address of all replicas of a host: its headless Service has a DNS record for each of them."""
-    return f"dns:///{name}:{GRPC_PORT}"
+# The folder of a router's client certificate for its hosts, in its pods.
+_HOSTS_TLS = "/hosts-tls"
 
 
 def check_addresses(fleet: Fleet, trusted: TrustedKeys | None, *, insecure: bool) -> None:
@@ -101,7 +47,7 @@ def _differences(fleet: Fleet, settings: ServingSettings, tls: dict[str, str | N
         # The name may have a domain, as in movies-host-0.production.svc.cluster.local.
         address = addresses.get(str(host.host))
         if address is None or not re.fullmatch(rf"(dns:///)?{host.name}(\.[a-z0-9.-]+)?:{GRPC_PORT}", address):
-            yield f"expected host {host.host} at {address_of(host.name)}, got {address}"
+            yield f"expected host {host.host} at {host.address}, got {address}"
     if unknown := sorted(addresses.keys() - {str(host.host) for host in fleet.hosts}):
         yield f"expected no address of host {unknown[0]}, which the plan does not have"
     for name, expected in tls.items():
@@ -111,8 +57,8 @@ def _differences(fleet: Fleet, settings: ServingSettings, tls: dict[str, str | N
 
 def _tls_settings(fleet: Fleet, *, insecure: bool) -> dict[str, str | None]:
     files = {"root_certificates": "ca.crt", "certificate_chain": "tls.crt", "private_key": "tls.key"}
-    settings = {f"hosts_{name}": f"{HOSTS_TLS}/{file}" for name, file in files.items()}
-    settings["hosts_server_name"] = hosts_server_name(fleet)
+    settings = {f"hosts_{name}": f"{_HOSTS_TLS}/{file}" for name, file in files.items()}
+    settings["hosts_server_name"] = fleet.hosts_server_name
     return {name: None if insecure else value for name, value in settings.items()}
 
 
@@ -121,7 +67,7 @@ def _configure(model: Path, fleet: Fleet, settings: ServingSettings, *, insecure
     command = ["tbe-serve", "configure", str(model)]
     forget = [[*command, "--no-hosts"]] if settings.hosts else []
     for host in fleet.hosts:
-        command += ["--host", f"{host.host}={address_of(host.name)}"]
+        command += ["--host", f"{host.host}={host.address}"]
     for name, value in _tls_settings(fleet, insecure=insecure).items():
         option = name.replace("_", "-")
         if value is not None:

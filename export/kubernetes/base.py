@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import yaml
 
 from export.errors import PublishError
-from export.kubernetes.containers import keys_name
-from export.kubernetes.fleet import Fleet, Object, PodOptions, Replicas
-from export.kubernetes.workloads import front_manifests, host_manifests, pod_monitor, prometheus_rule
+from export.kubernetes.fleet import Fleet, Member
+from export.kubernetes.objects import Object, objects_of, pod_monitor, prometheus_rule, trusted_keys
+from export.kubernetes.options import ManifestOptions
 from serving.files import UNREADABLE, replacing
 
 KUSTOMIZATION = "kustomization.yaml"
@@ -23,7 +22,7 @@ _MADE_WITH = "# Made with: "
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, _: Any) -> bool:
+    def ignore_aliases(self, _: object) -> bool:
         """Write equal parts twice: YAML aliases make manifests hard to read and to patch."""
         return True
 
@@ -36,42 +35,41 @@ def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _as_block)
 
 
-def base_files(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, str]:
+def base_files(fleet: Fleet, options: ManifestOptions) -> dict[str, str]:
     """The text of every file, by its path in the base."""
-    resources = {"router.yaml" if fleet.hosts else "lookup.yaml": front_manifests(fleet, replicas, options)}
-    for host in fleet.hosts:
-        resources[f"host-{host.host}.yaml"] = host_manifests(fleet, host, options)
+    resources = {_file_of(fleet, member): objects_of(fleet, member, options) for member in fleet.members}
     if options.trusted_keys is not None:
-        resources["trusted-keys.yaml"] = [_keys(fleet, options.trusted_keys)]
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": sorted(resources),
+        resources["trusted-keys.yaml"] = [trusted_keys(fleet, options.trusted_keys)]
+    prometheus = {"pod-monitor.yaml": [pod_monitor(fleet)], "prometheus-rule.yaml": [prometheus_rule()]}
+    files = {
+        **resources,
+        KUSTOMIZATION: [_kustomization("v1beta1", "Kustomization", resources)],
+        f"{PROMETHEUS}/{KUSTOMIZATION}": [_kustomization("v1alpha1", "Component", prometheus)],
+        **{f"{PROMETHEUS}/{path}": documents for path, documents in prometheus.items()},
     }
-    component = {
-        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
-        "kind": "Component",
-        "resources": ["pod-monitor.yaml", "prometheus-rule.yaml"],
-    }
-    every = resources | {
-        KUSTOMIZATION: [kustomization],
-        f"{PROMETHEUS}/{KUSTOMIZATION}": [component],
-        f"{PROMETHEUS}/pod-monitor.yaml": [pod_monitor(fleet)],
-        f"{PROMETHEUS}/prometheus-rule.yaml": [prometheus_rule()],
-    }
-    files = {path: _text(fleet, documents) for path, documents in every.items()}
-    head, body = files[KUSTOMIZATION].split("\n", 1)
-    made_with = f"{_MADE_WITH}{msgspec.json.encode(_chosen(fleet, replicas, options)).decode()}"
-    return files | {KUSTOMIZATION: "\n".join([head, made_with, body])}
+    texts = {path: _text(fleet, documents) for path, documents in files.items()}
+    head, body = texts[KUSTOMIZATION].split("\n", 1)
+    made_with = f"{_MADE_WITH}{msgspec.json.encode(_chosen(fleet, options)).decode()}"
+    return texts | {KUSTOMIZATION: "\n".join([head, made_with, body])}
 
 
-def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, str]:
+def _file_of(fleet: Fleet, member: Member) -> str:
+    if member.host is not None:
+        return f"host-{member.host}.yaml"
+    return "router.yaml" if fleet.hosts else "lookup.yaml"
+
+
+def _kustomization(version: str, kind: str, resources: Iterable[str]) -> Object:
+    return {"apiVersion": f"kustomize.config.k8s.io/{version}", "kind": kind, "resources": sorted(resources)}
+
+
+def _chosen(fleet: Fleet, options: ManifestOptions) -> dict[str, str]:
     """The values of options that are easily forgotten when the base is made again, by option."""
     also = sorted({version for host in fleet.hosts for version in host.versions} - {int(fleet.bundle.path.name)})
     return {
-        "--routers": str(replicas.routers),
-        "--most-routers": str(replicas.most_routers),
-        "--scale-on-queue-ms": "none" if replicas.queue_ms is None else str(replicas.queue_ms),
+        "--routers": str(options.routers),
+        "--most-routers": str(options.most_routers),
+        "--scale-on-queue-ms": str(options.scale_on_queue_ms or "none"),
         **{f"--replicas-of {host.host}": str(host.replicas) for host in fleet.hosts},
         "--hosts-also": ", ".join(map(str, also)) or "none",
         "--store": options.store or "none",
@@ -124,15 +122,6 @@ def write_base(folder: Path, fleet: Fleet, files: Mapping[str, str]) -> None:
             file.write(text.encode())
     for obsolete in before - files.keys():
         (folder / obsolete).unlink(missing_ok=True)
-
-
-def _keys(fleet: Fleet, path: Path) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": keys_name(fleet)},
-        "data": {"trusted.pem": path.read_text("utf-8")},
-    }
 
 
 def _resources_of(folder: Path, fleet: Fleet) -> set[str]:

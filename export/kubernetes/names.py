@@ -20,7 +20,7 @@ def kubernetes_name(model: str, chosen: str | None) -> str:
     Raises:
         ConfigurationError: the name is invalid in Kubernetes.
     """
-    name = chosen if chosen is not None else re.sub(r"[._]", "-", model.lower()).strip("-")
+    name = _default_name(model) if chosen is None else chosen
     if not _NAME.fullmatch(name):
         source = "--name" if chosen is not None else f"model {model!r}"
         raise ConfigurationError(
@@ -28,11 +28,6 @@ def kubernetes_name(model: str, chosen: str | None) -> str:
             f"got {name!r}: give one, --name"
         )
     return name
-
-
-def host_name(name: str, host: int) -> str:
-    """The name of the objects of a host."""
-    return f"{name}-host-{host}"
 
 
 def check_names(names: Iterable[str], others: Iterable[str]) -> None:
@@ -45,7 +40,7 @@ def check_names(names: Iterable[str], others: Iterable[str]) -> None:
     Raises:
         ConfigurationError: with the names of both models.
     """
-    models_by_name = {re.sub(r"[._]", "-", other.lower()).strip("-"): other for other in others}
+    models_by_name = {_default_name(other): other for other in others}
     for name in names:
         if len(name) > MOST_LETTERS:
             raise ConfigurationError(
@@ -56,3 +51,7 @@ def check_names(names: Iterable[str], others: Iterable[str]) -> None:
                 f"{name}: expected a name of its own, got the name of model {models_by_name[name]!r} of the same "
                 "repository: give another, --name"
             )
+
+
+def _default_name(model: str) -> str:
+    return re.sub(r"[._]", "-", model.lower()).strip("-")

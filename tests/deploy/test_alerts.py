@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from export.kubernetes.workloads import prometheus_rule
+from export.kubernetes.objects import prometheus_rule
 from tests.support.long_cases import one_in
 
 ROOT = Path(__file__).parents[2]

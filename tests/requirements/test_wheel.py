@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("export", "model_repository", "serving")
 # Beside Python files.
 OTHERS = {
-    *("export/py.typed", "export/compare/page.html", "export/compare/dtypes.html", "export/kubernetes/alerts.yaml"),
+    *("export/py.typed", "export/compare/page.html", "export/compare/dtypes.html"),
+    *("export/kubernetes/alerts.yaml", "export/kubernetes/model.yaml.jinja"),
     *("serving/py.typed", "serving/protocol/descriptors.binpb", "serving/protocol/LICENSE"),
     "model_repository/lookup/config.pbtxt",
 }

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from export import Sharding
+from export.kubernetes.options import ManifestOptions
 from tests.support.commands import tbe_export
 from tests.support.servers import tbe_serve
 
 IMAGE = f"registry.example/tbe-serving@sha256:{'0123456789abcdef' * 4}"
+OPTIONS = ManifestOptions(image=IMAGE, claim="models")
 TYPES = {"genre": "data_parallel", "item": "table_row_wise", "word": "table_row_wise", "user": "row_wise"}
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from export.kubernetes.addresses import check_addresses
-from export.kubernetes.fleet import Replicas, read_fleet
+from export.kubernetes.fleet import read_fleet
 from serving.client.connection import Connection
 from serving.errors import ConfigurationError
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
+from tests.export.kubernetes.conftest import OPTIONS
 
 
 def change(model: Path, **settings: Any) -> None:
@@ -20,7 +21,7 @@ def change(model: Path, **settings: Any) -> None:
 
 
 def check(model: Path, *, insecure: bool = False) -> None:
-    check_addresses(read_fleet(model / "1", Replicas()), None, insecure=insecure)
+    check_addresses(read_fleet(model / "1", OPTIONS), None, insecure=insecure)
 
 
 def test_the_command_that_is_shown_sets_what_is_expected(configured: Path) -> None:

@@ -1,22 +1,25 @@
 """What is deployed for a bundle, and the bundles for which nothing is."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from export import export_model
-from export.kubernetes.fleet import Replicas, read_fleet
+from export.kubernetes.fleet import Member, read_fleet
 from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
+from serving.tables import memory_budget
 from serving.tables.pages import HUGE_PAGE
+from tests.export.kubernetes.conftest import OPTIONS
 from tests.support.scored_models import EXACT, dlrm
 
 
 def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
-    fleet = read_fleet(published / "Movies_V2" / "2", Replicas(routers=3))
+    fleet = read_fleet(published / "Movies_V2" / "2", replace(OPTIONS, routers=3))
     assert [(host.name, host.model, host.host, host.versions) for host in fleet.hosts] == [
         ("movies-v2-host-0", "Movies_V2-host-0", 0, (2,)),
         ("movies-v2-host-1", "Movies_V2-host-1", 1, (2,)),
@@ -26,7 +29,7 @@ def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
 
 
 def test_a_model_without_hosts_is_all_there_is(published: Path) -> None:
-    fleet = read_fleet(published / "m" / "1", Replicas(), name="scores")
+    fleet = read_fleet(published / "m" / "1", OPTIONS, name="scores")
     assert (fleet.name, fleet.front.model, fleet.hosts) == ("scores", "m", ())
 
 
@@ -48,7 +51,7 @@ def test_processes_and_their_cores_are_those_of_the_settings(
     settings: ServingSettings, cores: int, repository: Path
 ) -> None:
     configure(repository / "m", settings)
-    front = read_fleet(repository / "m" / "1", Replicas()).front
+    front = read_fleet(repository / "m" / "1", OPTIONS).front
     assert (front.instances, front.cores) == (3, cores)
 
 
@@ -57,17 +60,17 @@ def test_locked_weights_are_refused_since_a_pod_may_not_lock_them(repository: Pa
     with pytest.raises(
         ConfigurationError, match="weights-memory: expected 'mapped', 'huge' or 'live' in pods, got 'locked'"
     ):
-        read_fleet(repository / "m" / "1", Replicas())
+        read_fleet(repository / "m" / "1", OPTIONS)
 
 
 def test_weights_on_huge_pages_take_whole_ones(repository: Path) -> None:
     configure(repository / "m", ServingSettings(weights_memory="huge"))
-    front = read_fleet(repository / "m" / "1", Replicas()).front
+    front = read_fleet(repository / "m" / "1", OPTIONS).front
     assert front.weights_bytes < front.huge_bytes == HUGE_PAGE
 
 
 def test_hosts_have_room_for_both_versions(published: Path) -> None:
-    one, two = (read_fleet(published / "Movies_V2" / "2", Replicas(), hosts_also=also) for also in (None, 1))
+    one, two = (read_fleet(published / "Movies_V2" / "2", OPTIONS, hosts_also=also) for also in (None, 1))
     assert [host.versions for host in two.hosts] == [(2, 1), (2, 1)]
     assert [host.weights_bytes for host in two.hosts] == [2 * host.weights_bytes for host in one.hosts]
     assert two.front == one.front
@@ -75,13 +78,13 @@ def test_hosts_have_room_for_both_versions(published: Path) -> None:
 
 def test_a_host_s_own_bundle_is_not_deployed(published: Path) -> None:
     with pytest.raises(BundleError, match="expected a router's bundle, got that of its host 1: give Movies_V2"):
-        read_fleet(published / "Movies_V2-host-1" / "1", Replicas())
+        read_fleet(published / "Movies_V2-host-1" / "1", OPTIONS)
 
 
 def test_a_host_whose_bundle_is_missing_is_refused(repository: Path) -> None:
     shutil.rmtree(repository / "Movies_V2-host-1" / "1")
     with pytest.raises(BundleError, match=f"Movies_V2-host-1/1/{MANIFEST}: cannot be read"):
-        read_fleet(repository / "Movies_V2" / "1", Replicas())
+        read_fleet(repository / "Movies_V2" / "1", OPTIONS)
 
 
 def test_a_host_with_another_bundle_is_refused(repository: Path) -> None:
@@ -91,35 +94,19 @@ def test_a_host_with_another_bundle_is_refused(repository: Path) -> None:
     with pytest.raises(
         BundleError, match=r"Movies_V2-host-1/1: expected the bundle with SHA-256 [0-9a-f]{64} of its manifest, which"
     ):
-        read_fleet(repository / "Movies_V2" / "1", Replicas())
+        read_fleet(repository / "Movies_V2" / "1", OPTIONS)
 
 
 def test_another_model_s_name_is_refused(repository: Path) -> None:
     shutil.copytree(repository / "m", repository / "movies.v2")
     with pytest.raises(ConfigurationError, match=r"movies-v2: .* the name of model 'movies\.v2'"):
-        read_fleet(repository / "Movies_V2" / "1", Replicas())
-    assert read_fleet(repository / "Movies_V2" / "1", Replicas(), name="movies").name == "movies"
+        read_fleet(repository / "Movies_V2" / "1", OPTIONS)
+    assert read_fleet(repository / "Movies_V2" / "1", OPTIONS, name="movies").name == "movies"
 
 
 def test_replicas_of_no_host_are_refused(published: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"--replicas-of: expected hosts of the plan, \[0, 1\], got 2"):
-        read_fleet(published / "Movies_V2" / "1", Replicas(of_host={2: 3}))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "said"),
-    [
-        ({"routers": 0}, "--routers: expected at least 1, got 0"),
-        ({"of_hosts": 0}, "--replicas: expected at least 1, got 0"),
-        ({"of_host": {3: 0}}, "--replicas-of 3: expected at least 1, got 0"),
-        ({"queue_ms": 0}, "--scale-on-queue-ms: expected at least 1, got 0"),
-        ({"routers": 9}, "--most-routers: expected at least --routers, 9, got 8"),
-    ],
-    ids=str,
-)
-def test_numbers_of_pods_are_checked(numbers: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        Replicas(**numbers)  # type: ignore[arg-type]
+        read_fleet(published / "Movies_V2" / "1", replace(OPTIONS, replicas_of={2: 3}))
 
 
 def test_threads_of_scores_have_cores_where_there_are_scores(tmp_path: Path) -> None:
@@ -130,4 +117,59 @@ def test_threads_of_scores_have_cores_where_there_are_scores(tmp_path: Path) -> 
         (ServingSettings(threads=2), 2),
     ):
         configure(tmp_path / "r" / "m", settings)
-        assert read_fleet(tmp_path / "r" / "m" / "1", Replicas()).front.cores == cores
+        assert read_fleet(tmp_path / "r" / "m" / "1", OPTIONS).front.cores == cores
+
+
+GIB = 1 << 30
+
+
+def member(weights_gib: int, instances: int) -> Member:
+    return Member(
+        name="m-host-0",
+        model="m-host-0",
+        host=0,
+        versions=(1,),
+        weights_bytes=weights_gib * GIB,
+        instances=instances,
+        cores=1,
+        replicas=2,
+        instance_shared_bytes=128 << 20,
+    )
+
+
+@pytest.mark.parametrize(
+    # 500 GiB are nine tenths of 568,889 MiB, which is more than there would be beside requests and answers.
+    ("weights_gib", "instances", "limit_mib"),
+    [(0, 1, 1024 + 256), (10, 1, 10240 + 1024 + 256), (500, 4, 568_889)],
+)
+def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, instances: int, limit_mib: int) -> None:
+    pod = member(weights_gib, instances)
+    assert pod.requested_cores == instances + 1
+    assert pod.memory.request_bytes == weights_gib * GIB + (256 << 20) * (instances + 1)
+    assert -(-pod.memory.limit_bytes // (1 << 20)) == limit_mib
+
+
+@pytest.mark.parametrize(("weights_gib", "instances"), [(0, 1), (10, 1), (30, 1), (100, 2), (500, 4)])
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_server_with_that_limit_keeps_its_weights_in_memory(
+    weights_gib: int, instances: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = member(weights_gib, instances).memory.limit_bytes
+    monkeypatch.setattr(memory_budget, "memory_limit", lambda: limit_bytes)
+    assert memory_budget.most_weights_bytes(instances, is_pinned=is_pinned) >= weights_gib * GIB
+
+
+def test_weights_in_huge_pages_are_no_memory_and_copies_that_deltas_change_are() -> None:
+    copied_bytes = 10 * GIB + (2 << 20)
+    huge, live = (replace(member(10, 2), **{name: copied_bytes}) for name in ("huge_bytes", "live_bytes"))  # type: ignore[arg-type]
+    assert huge.memory == member(0, 2).memory
+    assert live.memory.request_bytes == copied_bytes + (768 << 20)
+    assert live.memory.limit_bytes == copied_bytes + 2 * (768 + 256 << 20)
+    assert live.shm_bytes == copied_bytes + 4 * (128 << 20)
+
+
+def test_a_copy_has_room_and_its_server_has_time() -> None:
+    large = member(500, 1)
+    assert large.copy_bytes > large.weights_bytes
+    assert large.start_s > member(0, 1).start_s + 1000
+    assert replace(large, cores=3).requested_cores == 4
