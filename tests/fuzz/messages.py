@@ -141,6 +141,18 @@ def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> N
         request.raw_input_contents[index] = raw[:start] + number + raw[start + size :]
 
 
+def _moved(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """An id that goes from a bag to the next one: lengths add up as before, and may be what a model does not take."""
+    if len(request.raw_input_contents) < 2 or len(request.raw_input_contents[1]) % 4:
+        return
+    lengths = np.frombuffer(request.raw_input_contents[1], np.int32).copy()
+    if (bags := np.flatnonzero(lengths > 0)).size and lengths.size > 1:
+        bag = int(bags[random.integers(bags.size)])
+        lengths[bag] -= 1
+        lengths[(bag + 1) % lengths.size] += 1
+        request.raw_input_contents[1] = lengths.tobytes()
+
+
 def _typed(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Numbers in typed fields, beside the raw ones or instead."""
     if (index := _which(request, random)) is not None:
@@ -288,7 +300,7 @@ def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 
 MUTATIONS: tuple[Callable[["pb.ModelInferRequest", Model, Random], None], ...] = (
-    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows, _shared) * 3,
+    *(_shape, _raw, _numbers, _numbers, _moved, _names, _parameters, _inputs, _dense_rows, _shared) * 3,
     *(_datatype, _typed, _outputs, _model, _id) * 2,
     _gigantic,
     _empty,
