@@ -1,22 +1,34 @@
 """The figures of AUC by dtype: of bundles over their bytes, and of each table alone."""
 
 from collections.abc import Sequence
+from itertools import cycle
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from export.compare.dtype_study import AucLoss, DtypeStudy, Measured
+from serving.bundle.formats import WeightDtype
 
 MOST_TABLES = 20
-# By dtype: colour and marker. The colours are of Okabe and Ito's palette, as in `export.compare.figures`.
-_LOOKS = {
-    "int2": ("#D55E00", "v"),
-    "int4": ("#E69F00", "^"),
-    "int8": ("#009E73", "s"),
-    "fp16": ("#0072B2", "D"),
-    "fp32": ("#000000", "o"),
-}
+_COLOURS_AND_MARKERS = (
+    ("#D55E00", "v"),
+    ("#E69F00", "^"),
+    ("#009E73", "s"),
+    ("#0072B2", "D"),
+    ("#000000", "o"),
+    ("#56B4E9", "P"),
+    ("#F0E442", "X"),
+)
+# By dtype, from few bits to many: colour and marker. The colours are of Okabe and Ito's palette, as in
+# `export.compare.figures`.
+_LOOKS = dict(
+    zip(
+        [dtype.value.lower() for dtype in sorted(WeightDtype, key=lambda dtype: dtype.format.bits)],
+        cycle(_COLOURS_AND_MARKERS),
+        strict=False,
+    )
+)
 _GREY = "#8C8C8C"
 _PINK = "#CC79A7"
 

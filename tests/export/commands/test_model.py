@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from export.commands.show import show_published
+from serving.bundle.formats import WeightDtype
 from serving.bundle.load import open_bundle
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.models import collection, exported
+
+DTYPES = ", ".join(dtype.value.lower() for dtype in WeightDtype)
 
 
 def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_what_is_next_is_a_server_then_a_load_or_a_release(
         pytest.param(["--model", "tests.support.models:nothing"], "--model tests.support.models:nothing: expected package.module:function", id="no function"),
         pytest.param(["--model", "nowhere:build"], "--model nowhere:build: expected package.module:function", id="no module"),
         pytest.param(["--model", "builtins:dict"], "--model builtins:dict: expected a torch.nn.Module, got dict", id="no nn.Module"),
-        pytest.param(["--dtype", "int3"], "--dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
+        pytest.param(["--dtype", "int3"], f"--dtype: expected one of {DTYPES}, got 'int3'", id="dtype"),
         pytest.param(["--dtype", "itme=int4"], "--dtype 'itme': expected the name of a table", id="pattern"),
         pytest.param(["--max-error", "small"], "--max-error: expected a number, got 'small'", id="number"),
         pytest.param(["--dtype", "int8", "--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),

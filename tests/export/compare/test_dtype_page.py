@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
+from serving.bundle.formats import WeightDtype
 from tests.support.browser import opened
 from tests.support.commands import tbe_export
 from tests.support.planted_tables import write_labelled
@@ -44,8 +45,9 @@ def test_the_page_shows_the_numbers_of_each_dtype(page: Page, study: Any) -> Non
     cells = page.eval_on_selector_all(
         "[data-key^=dtype_study]", "cells => cells.map(cell => [cell.dataset.key, cell.innerText])"
     )
-    # The trained model and the recommended bundle on each half; those of five dtypes; four dtypes of two tables.
-    assert len(cells) == 2 * (2 + 6) + 5 * 6 + 2 * 4 * 5
+    # The trained model and the recommended bundle on each half; those of all dtypes; two tables in all dtypes but FP32.
+    dtypes = len(WeightDtype)
+    assert len(cells) == 2 * (2 + 6) + dtypes * 6 + 2 * (dtypes - 1) * 5
     for key, shown in cells:
         value: Any = study
         for part in key.split("/"):
@@ -54,7 +56,7 @@ def test_the_page_shows_the_numbers_of_each_dtype(page: Page, study: Any) -> Non
             assert float(re.sub(r"[^0-9.]", "", shown)) * 1e3 == pytest.approx(value, rel=0.02), key
         else:
             assert shown == f"{round(value, 5) + 0.0:.5f}", key
-    assert page.locator("#auc tbody tr").count() == 2 * 2 + 5
+    assert page.locator("#auc tbody tr").count() == 2 * 2 + dtypes
     assert page.locator("#auc tbody tr", has_text="held-out rows").count() == 2
     assert page.locator("code", has_text="day <b>&.parquet").count() >= 1  # a name is text, not markup
     assert "recommended.toml" in page.inner_text("body")

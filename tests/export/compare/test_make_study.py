@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from export.__main__ import app
 from export.compare.study import Placement, Study, judge
 from serving.bench.report import Figure
+from serving.bundle.formats import WeightDtype
 from tests.support.browser import opened
 
 # To measure all of it takes long. `tests/export/commands/test_compare.py` shows the command.
@@ -110,7 +111,8 @@ def test_mixed_is_what_is_recommended(study: Any) -> None:
 def test_errors_are_those_of_the_dtypes(study: Any) -> None:
     for table in study["tables"].values():
         dtypes = {dtype["dtype"]: dtype for dtype in table["dtypes"]}
-        assert list(dtypes) == ["int2", "int4", "int8", "fp16", "fp32"]
+        by_bits = sorted(WeightDtype, key=lambda dtype: dtype.format.bits)
+        assert list(dtypes) == [dtype.value.lower() for dtype in by_bits]
         errors = [dtype["largest_error"] for dtype in dtypes.values()]
         assert errors == sorted(errors, reverse=True)
         assert (dtypes["fp32"]["largest_error"], dtypes["fp32"]["cosine"]) == (0, 1)

@@ -30,11 +30,8 @@ pytestmark = pytest.mark.usefixtures("any_torchscript")
 
 # Dims that FBGEMM can pack, ones that no block of columns divides among them.
 DIMS = {
-    WeightDtype.FP32: [1, 4, 7, 10, 16, 40],
-    WeightDtype.FP16: [2, 4, 7, 10, 16, 40],
-    WeightDtype.INT8: [2, 4, 10, 16, 22, 40],
-    WeightDtype.INT4: [4, 8, 12, 20, 40],
-    WeightDtype.INT2: [8, 16, 24, 40],
+    dtype: [dim for dim in (1, 2, 4, 7, 8, 10, 12, 16, 20, 22, 24, 40) if dim % dtype.format.dim_multiple == 0]
+    for dtype in WeightDtype
 }
 
 CUTS_ROWS = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
