@@ -13,7 +13,7 @@ from serving.errors import InvalidRequest, ModelNotFound, Reason
 from serving.requests.dense_inputs import accept_dense, expect_all_keys
 from serving.requests.jagged_inputs import accept_jagged
 from serving.requests.layout import bag_bounds, id_bounds, samples_of, shared_mask
-from serving.requests.limits import Limits, check_sequences, check_size
+from serving.requests.limits import Limits, check_accepted, check_size
 from serving.requests.offsets import ranges
 from serving.requests.schema import FeatureSet, LookupSchema, ScoringSchema
 from serving.requests.types import Array, KjtRequest, Mask, Tensors
@@ -59,8 +59,8 @@ def accept(schema: LookupSchema, tensors: Tensors, limits: Limits | None = None)
     is_scored = tensors.tables is None and not schema.scores.isdisjoint(tensors.outputs)
     if is_scored and isinstance(schema, ScoringSchema):
         request = _with_dense(schema, request, tensors)
-    if limits is not None and (feature_set.pooled is not feature_set or request.jagged_bytes):
-        check_sequences(request, limits)
+    if limits is not None:
+        check_accepted(request, limits)
     if request.shared is not None:
         _expect_output(request, request.shared)
     return request

@@ -61,8 +61,10 @@ def check_size(ids: int, samples: int, limits: RequestLimits) -> None:
     _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
 
 
-def check_sequences(request: KjtRequest, limits: Limits) -> None:
-    """Refuse a request, whose lengths are not checked yet, if its sequences would take more bytes than allowed.
+def check_accepted(request: KjtRequest, limits: Limits) -> None:
+    """Refuse an accepted request, whose lengths are not checked yet, that exceeds a limit that only servers know.
+
+    Today, it is the limit of the bytes of its sequences.
 
     Raises:
         InvalidRequest: the request is too large. The message names the limit, and says what to do.

@@ -138,7 +138,7 @@ FAULTS = {
     ),
     "ids of one event may be as many as they like": ("reads", "jagged_inputs._expect_as_many = lambda *_: None"),
     "a bag may have any number of ids": ("reads", "jagged_inputs._expect_length = lambda *_: None"),
-    "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
+    "sequences may be of any size": ("rows", "accept.check_accepted = lambda request, limits: None"),
 }
 FAULTY = """
 from dataclasses import replace
