@@ -1,8 +1,8 @@
 """The interface of ranks, local or remote.
 
 A rank holds shards. All ranks of a bundle may be in this process (`serving.lookup`), or all but the router's own rank
-on other hosts (`serving.router`). Ranks on another device would be another class with these methods, and a line in
-`open_ranks`.
+on other hosts (`serving.router`). Ranks on another device would be another class with these methods, derived from
+`serving.lookup.ranks_without_hosts.RanksWithoutHosts`, and a line in `open_ranks`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class Ranks(Protocol):
 
     @property
     def loaded_program(self) -> LoadedProgram:
-        """The program, and how this process runs it."""
+        """The program, and how this process runs it. The backend logs its form; only the ranks call it."""
 
     @property
     def counts(self) -> Mapping[int, HostCounts]:

@@ -19,7 +19,7 @@ import msgspec
 from export.errors import PlanError
 from export.plan.router_plan import Placement, fold_hosts, hosts_of, router_tables, side_by_side
 from export.plan.sharding import Sharding
-from serving.bundle.manifest import DEVICE, aligned
+from serving.bundle.manifest import DEVICE, ROW_ALIGNMENTS, aligned
 from serving.bundle.plan import ROUTER, Block, Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
@@ -107,7 +107,7 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
             for number, host in enumerate(hosts)
         ),
         shards=with_offsets(tables, shards),
-        row_alignment=1,
+        row_alignment=ROW_ALIGNMENTS[DEVICE],
     )
     if sharding.hosts_as_models and len(hosts) == 1:
         raise PlanError(

@@ -40,6 +40,8 @@ MODEL = "model.py"
 WEIGHTS_FILES = "weights.*.bin"
 # The device whose kernels read the rows. Other devices need rows in another layout.
 DEVICE = "cpu"
+# The devices whose bundles can be read, and the row alignment of each in bytes.
+ROW_ALIGNMENTS = {DEVICE: 1}
 # Shards start at multiples of this, in bytes: two cache lines, as in FBGEMM's own allocator.
 SHARD_ALIGNMENT = 128
 

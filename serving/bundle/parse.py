@@ -9,11 +9,11 @@ import msgspec
 
 from serving.bundle.id_maps import ID_MAPS_FILE
 from serving.bundle.manifest import (
-    DEVICE,
     FORMAT_VERSION,
     MANIFEST,
     MODEL,
     PROGRAM,
+    ROW_ALIGNMENTS,
     SHARD_ALIGNMENT,
     Capability,
     Manifest,
@@ -187,11 +187,13 @@ def _plan_errors(manifest: Manifest) -> Iterator[str]:
     if not plan.ranks:
         yield "plan: ranks: expected at least one"
     for number, rank in enumerate(plan.ranks):
-        if rank.device != DEVICE:
-            made_for = f"was made for device {rank.device!r}, this is for {DEVICE!r}"
+        alignment = ROW_ALIGNMENTS.get(rank.device)
+        if alignment is None:
+            devices = " or ".join(map(repr, ROW_ALIGNMENTS))
+            made_for = f"was made for device {rank.device!r}, this is for {devices}"
             yield f"rank {number}: {made_for}: export it again for that"
-    if plan.row_alignment != 1:
-        yield f"plan: row_alignment: expected 1 on cpu, got {plan.row_alignment}"
+        elif plan.row_alignment != alignment:
+            yield f"plan: row_alignment: expected {alignment} on {rank.device}, got {plan.row_alignment}"
     for name in sorted(plan.sharding.keys() ^ tables):
         yield f"plan: sharding: expected each table once, got {'no' if name in tables else 'another'} table {name!r}"
 

@@ -53,7 +53,7 @@ class Rank(Strict, frozen=True):
 
     Attributes:
         host: the number of the host.
-        device: the kind of the device, `serving.bundle.manifest.DEVICE`.
+        device: the kind of the device, one of `serving.bundle.manifest.ROW_ALIGNMENTS`.
         weights_file: the name of the bundle's file with the bytes of the shards. None: they are in the host's bundle.
     """
 

@@ -1,20 +1,19 @@
 """The ranks of a bundle in this process: one call of the program for a batch, or several for a large batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
-from typing import Never
 
 from serving.bundle.load import Bundle
 from serving.lookup.batch_answer import BatchAnswer, program_arguments
 from serving.lookup.parallel_lookup import ParallelLookup, look_up_pieces
 from serving.lookup.program import load_program
+from serving.lookup.ranks_without_hosts import RanksWithoutHosts
 from serving.requests.batches import Batch
 from serving.requests.types import Embeddings
 from serving.tables.table_files import TableFiles
 
 
-class LocalRanks:
+class LocalRanks(RanksWithoutHosts):
     """The program of a bundle over its memory-mapped weights.
 
     Args:
@@ -25,16 +24,11 @@ class LocalRanks:
     Attributes:
         loaded_program: the program, and how it runs.
         forward: the program's forward. It takes `program_arguments(batch)`.
-        counts, replicas, host_times: empty, because there are no hosts.
 
     Raises:
         BundleError: the program cannot be loaded.
         EnvironmentMismatch: torch and FBGEMM do not work together.
     """
-
-    counts: Mapping[int, Never] = MappingProxyType({})
-    replicas: Sequence[Never] = ()
-    host_times: Sequence[Never] = ()
 
     def __init__(self, bundle: Bundle, weights: TableFiles, threads: int = 1) -> None:
         added = () if threads == 1 else (look_up_pieces,)
@@ -61,12 +55,6 @@ class LocalRanks:
     def _look_up(self, batch: Batch) -> Embeddings:
         pooled = None if self._pieces is None else self._pieces.answer(batch)
         return self.forward(*program_arguments(batch)).numpy() if pooled is None else pooled
-
-    def watch_replicas(self, period_s: float) -> None:
-        """Do nothing: there are no hosts."""
-
-    def check(self) -> None:
-        """Do nothing: there are no hosts."""
 
     def close(self) -> None:
         """End the threads. Batches are still answered, on the calling thread."""
