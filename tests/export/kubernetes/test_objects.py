@@ -14,6 +14,7 @@ import yaml
 
 from export.kubernetes.base import base_files
 from export.kubernetes.fleet import Fleet, read_fleet
+from export.kubernetes.objects import objects_of
 from export.kubernetes.options import ManifestOptions
 from serving.__main__ import app
 from serving.triton.command_line import exit_timeout_of
@@ -68,8 +69,12 @@ def objects(fleet: Fleet, options: ManifestOptions = OPTIONS, kind: str = "") ->
 
 def pods(fleet: Fleet, options: ManifestOptions = OPTIONS) -> dict[str, Any]:
     """The template of each model's pods, by the name of its workload."""
-    workloads = objects(fleet, options, "Deployment") | objects(fleet, options, "StatefulSet")
-    return {name: workload["spec"]["template"] for name, workload in workloads.items()}
+    every = [object_ for member in fleet.members for object_ in objects_of(fleet, member, options)]
+    return {
+        object_["metadata"]["name"]: object_["spec"]["template"]
+        for object_ in every
+        if object_["kind"] in ("Deployment", "StatefulSet")
+    }
 
 
 def server_of(pod: Any) -> Any:
@@ -111,8 +116,9 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, opt
 
 
 def test_a_pod_sees_no_model_but_its_own(fleet: Fleet, options: ManifestOptions) -> None:
+    by_name = pods(fleet, options)
     for member in fleet.members:
-        pod = pods(fleet, options)[member.name]
+        pod = by_name[member.name]
         (mount,) = (mount for mount in server_of(pod)["volumeMounts"] if mount["name"] == "repository")
         folder = "models/" if options.store else ""
         assert (mount["mountPath"], mount["subPath"]) == (f"/repository/{member.model}", f"{folder}{member.model}")
@@ -213,13 +219,14 @@ def test_a_pod_has_time_to_drain_and_to_answer_what_it_accepted(fleet: Fleet) ->
 
 
 def test_resources_are_those_that_the_model_needs(fleet: Fleet) -> None:
+    by_name = pods(fleet)
     for member in fleet.members:
         huge = {"hugepages-2Mi": "3072Mi"} if member.huge_bytes else {}
         request, limit = (
             f"{math.ceil(size_bytes / 2**20)}Mi"
             for size_bytes in (member.memory.request_bytes, member.memory.limit_bytes)
         )
-        assert server_of(pods(fleet)[member.name])["resources"] == {
+        assert server_of(by_name[member.name])["resources"] == {
             "requests": {"cpu": "2", "memory": request, **huge},
             "limits": {"memory": limit, **huge},
         }
