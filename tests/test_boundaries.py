@@ -113,7 +113,7 @@ def test_few_packages_of_serving_import(library: str) -> None:
     assert found == FEW_IMPORT[library]
 
 
-def test_export_crosses_only_where_there_is_a_reason() -> None:
+def test_export_imports_serving_only_for_a_stated_reason() -> None:
     crossed = {
         ".".join(each.split(".")[:2])
         for name, path in modules().items()
@@ -124,7 +124,7 @@ def test_export_crosses_only_where_there_is_a_reason() -> None:
     assert crossed == EXPORT_MAY_IMPORT.keys()
 
 
-def test_what_depends_on_triton_knows_nothing_of_who_uses_it() -> None:
+def test_packages_for_triton_do_not_import_their_users() -> None:
     found = {
         each
         for name, path in modules().items()
@@ -156,7 +156,7 @@ def test_a_file_of_more_than_400_lines_has_a_reason() -> None:
     assert long_files == LONG_FILES.keys()
 
 
-def test_a_function_of_more_than_60_lines_is_two() -> None:
+def test_no_function_has_more_than_60_lines() -> None:
     """Lines of the body, without the docstring."""
     functions = [
         (path.name, node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1)

@@ -33,7 +33,7 @@ def test_that_hangs(one_model):
 
 
 @pytest.mark.long
-def test_what_a_test_started_ends_with_a_pytest_that_is_killed(tmp_path: Path) -> None:
+def test_processes_of_a_killed_pytest_end_with_it(tmp_path: Path) -> None:
     path = tmp_path / "test_hangs.py"
     path.write_text(HANGS)
     options = ["-s", "-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "--basetemp", tmp_path / "base"]

@@ -16,7 +16,7 @@ from serving.server import Control
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -1.0, -math.inf, 1e300], ids=str)
-def test_configs_refuse_numbers_that_are_none(number: float) -> None:
+def test_configs_refuse_nan_infinity_and_huge_numbers(number: float) -> None:
     if number != 1e300:
         with pytest.raises(ConfigurationError, match="max_error 't': expected a finite number > 0"):
             ExportConfig(max_error={"t": number})
@@ -34,7 +34,7 @@ def test_configs_refuse_numbers_that_are_none(number: float) -> None:
 
 
 @pytest.mark.parametrize("package", ["serving", "export"])
-def test_a_program_tells_its_version_and_what_it_is_tested_with(package: str) -> None:
+def test_a_program_prints_its_version_and_tested_versions(package: str) -> None:
     done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("tbe-serving ")

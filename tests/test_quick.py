@@ -28,7 +28,7 @@ def test_it_starts_another_program(): subprocess.run(["true"], check=True)
 }
 
 
-def test_what_needs_torch_or_a_server_is_left_out(tmp_path: Path) -> None:
+def test_tests_that_need_torch_or_a_server_are_skipped(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     plugins = ["-p", "no:xdist", "-p", "tests.support.quick", "-p", "tests.conftest"]

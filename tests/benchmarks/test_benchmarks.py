@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 LATEST = ROOT / "benchmarks" / "results" / "latest.json"
 
 
-def test_everyone_is_asked_the_same_and_answers_it(tmp_path: Path, ragged: PeerWorkload) -> None:
+def test_peers_and_the_engine_answer_the_same_requests_alike(tmp_path: Path, ragged: PeerWorkload) -> None:
     bundle = ragged.export(tmp_path / "repository")
     ragged.write(tmp_path / "rows", ["fp32", "int8"])
     sys.path.insert(0, str(HERE))
@@ -38,7 +38,7 @@ def test_everyone_is_asked_the_same_and_answers_it(tmp_path: Path, ragged: PeerW
     np.testing.assert_array_equal(saved["answer"], ragged.answer(ragged.requests[5][0]))
 
 
-def test_ratings_are_asked_for_in_their_order() -> None:
+def test_requests_follow_the_order_of_the_ratings() -> None:
     workload = movielens()
     assert workload.requests[1].shape[:2] == (256, 1)
     assert workload.requests[128].shape[:2] == (32, 128)
@@ -46,7 +46,7 @@ def test_ratings_are_asked_for_in_their_order() -> None:
     assert (workload.requests[128] >= -1).all()
 
 
-def test_the_page_is_that_of_the_last_run() -> None:
+def test_the_page_is_rendered_from_the_last_run() -> None:
     from benchmarks import document
 
     run = json.loads(LATEST.read_text())
@@ -100,9 +100,7 @@ def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
         assert not any("mathdefault" in tick for tick in ticks), ticks  # as powers of ten are
 
 
-def test_a_part_that_is_measured_again_takes_the_place_of_its_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_measured_again_replaces_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import __main__ as benchmarks
     from benchmarks import document
 

@@ -75,7 +75,7 @@ def peers(redis: float, ray: float) -> dict[str, Any]:
     return figures
 
 
-def test_hosts_of_their_own_are_worked_out_from_the_parts() -> None:
+def test_times_on_separate_hosts_are_estimated_from_their_parts() -> None:
     times = {name: np.full(400, 1e-3) for name in ("routed", "hop")}
     times["alone_1"] = np.tile([3e-3, 1e-3], 200)
     times["alone_2"] = np.tile([1e-3, 5e-3], 200)  # the slowest of a round: 3 ms, 5 ms
@@ -140,7 +140,7 @@ def test_the_page_shows_parts_that_add_up() -> None:
         assert sum(parts) == pytest.approx(float(line[4].strip(" *").split()[0]), abs=0.06)
 
 
-def test_tables_of_the_page_are_whole() -> None:
+def test_tables_of_the_page_have_equal_columns_in_all_rows() -> None:
     said = section(run_with(*map(measured, routed.ALL), peers(0.2, 0.9)))
     lines = said.splitlines()
     for above, line in pairwise(lines):
@@ -149,7 +149,7 @@ def test_tables_of_the_page_are_whole() -> None:
         assert not (line.startswith("| table_wise") and above == "")
 
 
-def test_the_page_says_who_is_ahead_of_a_router() -> None:
+def test_the_page_names_the_servers_faster_than_a_router() -> None:
     said = section(run_with(measured(Case("table_wise", 4)), peers(redis=0.2, ray=2.0)))
     assert "* B = 1: redis by 5.00\n" in said
     assert "* B = 128" not in said
@@ -173,7 +173,7 @@ def test_the_page_says_why_a_peer_is_absent() -> None:
     assert "| ray | absent: no ray / here |" in said
 
 
-def test_the_picture_has_a_line_for_each_way_to_ask() -> None:
+def test_the_figure_has_a_line_for_each_kind_of_call() -> None:
     from benchmarks import document
 
     run = run_with(*map(measured, routed.ALL))

@@ -13,7 +13,7 @@ ROUNDS = 48
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_nobody_comes_first_more_often_or_asks_for_what_was_just_asked_for(count: int) -> None:
+def test_the_order_of_candidates_is_balanced_and_adjacent_requests_differ(count: int) -> None:
     calls: list[tuple[str, int]] = []
 
     def asking(name: str) -> Callable[[], None]:

@@ -41,7 +41,7 @@ def rows(tmp_path: Path, workload: ScoresWorkload, info: ModelInfo) -> Path:
     return tmp_path / "rows"
 
 
-def test_everyone_is_asked_for_the_same_scores_and_answers_them(
+def test_the_peer_model_and_the_engine_answer_the_same_scores(
     tmp_path: Path, workload: ScoresWorkload, rows: Path
 ) -> None:
     sys.path.insert(0, str(HERE))
@@ -110,14 +110,14 @@ def line(candidate: str, load: tuple[int, int], seconds: list[float], best_besid
     return figures | {"beside": best_beside or figures}
 
 
-def test_a_ratio_is_of_those_that_were_asked_in_turn() -> None:
+def test_a_ratio_compares_times_measured_in_turn() -> None:
     ours = line(MODEL, (1, 1), [2e-3, 1e-3, 4e-3])
     assert peer_over_ours(line("mosec_int8", (1, 1), [4e-3, 3e-3, 4e-3], ours)) == pytest.approx(Spread(2, 1, 3))
     ours = line(MODEL, (1, 32), [2e-3, 1e-3, 4e-3])
     assert peer_over_ours(line("mosec_int8", (1, 32), [4e-3, 3e-3, 4e-3], ours)) == pytest.approx(Spread(2, 1, 3))
 
 
-def test_the_best_peer_is_the_one_that_takes_the_least_beside_ours() -> None:
+def test_the_best_peer_has_the_smallest_ratio_to_ours() -> None:
     lines = []
     for load in LOADS:
         quiet, noisy = line(MODEL, load, [1e-3]), line(MODEL, load, [4e-3])

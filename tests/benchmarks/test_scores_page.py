@@ -61,7 +61,7 @@ def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = Non
     return run_with([*figures("scores", lines, absent or {}), *peers_scores.ratios(lines), *alone])
 
 
-def test_the_page_has_every_server_that_was_measured_and_why_others_were_not() -> None:
+def test_the_page_lists_measured_servers_and_why_others_are_missing() -> None:
     measured = {name: 4e-3 for name in SERVERS if name != "torchserve_int8"}
     said = section(beside_others(measured, {"torchserve_int8": "no | java\nhere"}))
     assert "| torchserve int8 | absent: no / java here |" in said
@@ -77,7 +77,7 @@ def test_the_page_has_the_spread_of_ratios() -> None:
     assert "Ours is first in every column" in said
 
 
-def test_the_page_says_who_is_ahead_with_scores() -> None:
+def test_the_page_names_the_servers_that_score_faster() -> None:
     said = section(beside_others({"mosec_int8": 5e-4, "litserve_int8": 4e-3}))
     assert "* B = 1, p50, 1 client: mosec int8 by 1.33\n" in said
     assert "* B = 128, answers/s, 32 clients: mosec int8 by 1.50\n" in said
@@ -94,5 +94,5 @@ def test_the_page_says_who_is_ahead_with_scores() -> None:
         "## Sequences",
     ],
 )
-def test_a_run_without_them_says_so(heading: str) -> None:
+def test_a_section_without_results_says_not_in_this_run(heading: str) -> None:
     assert "Not in this run." in section(run_with([]), heading)

@@ -23,7 +23,7 @@ def workload() -> SequencesWorkload:
 
 
 @pytest.mark.long
-def test_everyone_is_asked_for_the_same_scores_and_answers_them(tmp_path: Path, workload: SequencesWorkload) -> None:
+def test_the_peer_model_and_the_engine_answer_the_same_scores(tmp_path: Path, workload: SequencesWorkload) -> None:
     sys.path.insert(0, str(HERE))
     from model import Model  # type: ignore[import-not-found]
 
@@ -48,7 +48,7 @@ def test_everyone_is_asked_for_the_same_scores_and_answers_them(tmp_path: Path, 
     assert np.ptp(expected) > 10 * TOLERANCE
 
 
-def test_padded_and_jagged_are_one_model(workload: SequencesWorkload) -> None:
+def test_the_padded_and_the_jagged_model_score_alike(workload: SequencesWorkload) -> None:
     padded, jagged = workload.model, workload.jagged()
     for tensors in workload.tensors(16):
         ids, dense = workload.kjt(tensors), workload.example()[1]
@@ -74,7 +74,7 @@ def test_scores_depend_on_history_target_and_dense_inputs(workload: SequencesWor
     assert 1 <= lengths.min() < lengths.max() <= LONGEST
 
 
-def test_500_items_are_asked_for_with_the_user_once_and_repeated(workload: SequencesWorkload) -> None:
+def test_requests_for_500_items_share_or_repeat_the_user(workload: SequencesWorkload) -> None:
     keys = [f"f{number}" for number in workload.tables.order]
     (user, *_) = workload.tensors(1)
     shared, repeated = _for_items(user, keys, 0)

@@ -38,7 +38,7 @@ def cases(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
     return promtool("test", "rules", folder / CASES.name)
 
 
-def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) -> None:
+def test_each_alert_fires_when_it_should_and_none_on_a_calm_day(tmp_path: Path) -> None:
     done = cases(tmp_path, ALERTS.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     calm, *eventful = yaml.safe_load(CASES.read_text())["tests"]
@@ -61,13 +61,13 @@ def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) 
         ],
     ),
 )
-def test_a_wrong_rule_would_be_noticed(tmp_path: Path, right: str, wrong: str) -> None:
+def test_promtool_fails_on_a_wrong_rule(tmp_path: Path, right: str, wrong: str) -> None:
     rules = ALERTS.read_text()
     assert right in rules
     assert cases(tmp_path, rules.replace(right, wrong)).returncode != 0
 
 
-def test_the_runbook_has_a_part_for_each_alert_and_each_alert_names_it() -> None:
+def test_each_alert_links_to_its_section_in_the_runbook() -> None:
     parts = re.findall(r"^## (Tbe\w+)$", RUNBOOK.read_text(), re.MULTILINE)
     assert parts == [alert["alert"] for alert in alerts()]
     for alert in alerts():
@@ -75,5 +75,5 @@ def test_the_runbook_has_a_part_for_each_alert_and_each_alert_names_it() -> None
         assert alert["labels"]["severity"] in ("page", "ticket")
 
 
-def test_the_base_has_the_same_rules() -> None:
+def test_the_kustomize_base_has_the_same_alert_rules() -> None:
     assert prometheus_rule()["spec"] == yaml.safe_load(ALERTS.read_text())

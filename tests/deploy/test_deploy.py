@@ -44,18 +44,18 @@ def of_kind(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda document: f"{document['kind']}")
-def test_kubernetes_takes_it(manifest: dict[str, Any], version: str) -> None:
+def test_each_manifest_is_valid_for_kubernetes(manifest: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_a_wrong_manifest_would_be_noticed() -> None:
+def test_the_validator_refuses_a_misspelled_key() -> None:
     wrong = of_kind("Deployment")
     wrong["spec"]["template"]["spec"]["containers"][0]["prots"] = []
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
 
 
-def test_what_is_deployed_hangs_together() -> None:
+def test_labels_ports_and_names_in_the_manifests_agree() -> None:
     deployment, service = of_kind("Deployment"), of_kind("Service")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     pod = deployment["spec"]["template"]["spec"]
@@ -70,7 +70,7 @@ def test_what_is_deployed_hangs_together() -> None:
     assert scaled["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
 
 
-def test_it_runs_as_nobody_in_particular_and_writes_nowhere_it_should_not() -> None:
+def test_the_container_runs_unprivileged_on_a_read_only_root() -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -107,7 +107,7 @@ def test_only_what_was_verified_and_signed_is_served() -> None:
     assert Path(repository).name == "movies"
 
 
-def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None:
+def test_only_grpc_and_operations_ports_are_open_and_egress_is_blocked() -> None:
     policy = of_kind("NetworkPolicy")["spec"]
     assert policy["podSelector"] == of_kind("Deployment")["spec"]["selector"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
@@ -130,14 +130,14 @@ def test_probes_ask_the_operations_port_and_start_nothing() -> None:
     assert {"name": port, "containerPort": 8002} in container["ports"]
 
 
-def test_who_asks_the_operations_port_reaches_it() -> None:
+def test_the_operations_port_listens_on_all_interfaces() -> None:
     assert "--operations-host=0.0.0.0" in arguments_of_kubernetes()
     for image in ("Dockerfile", "debian.Dockerfile"):
         arguments = arguments_of_the_image(image)
         assert arguments[arguments.index("--operations-host") + 1] == "0.0.0.0"
 
 
-def test_a_pod_and_a_container_have_time_to_drain_and_to_answer_what_they_accepted() -> None:
+def test_a_pod_and_a_container_have_time_to_drain() -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     (drain_s,) = [
         float(argument.partition("=")[2])
@@ -169,7 +169,7 @@ def arguments_of_the_image(name: str) -> list[str]:
     [arguments_of_kubernetes(), arguments_of_the_image("Dockerfile"), arguments_of_the_image("debian.Dockerfile")],
     ids=["kubernetes", "image", "debian"],
 )
-def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(arguments: list[str]) -> None:
+def test_deployed_options_are_accepted_and_a_certificate_is_required(arguments: list[str]) -> None:
     """Here there is none: that is what it has to fail for, once its options were understood."""
     result = CliRunner().invoke(app, ["run", "/repository", *arguments])
     assert result.exit_code == 1, result.output
@@ -188,7 +188,7 @@ def test_the_dockerfile_has_no_known_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOCKS))
-def test_the_dockerfile_copies_what_there_is(name: str) -> None:
+def test_the_dockerfile_copies_existing_paths(name: str) -> None:
     lines = (DEPLOY / name).read_text().splitlines()
     copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
     assert copied
@@ -197,7 +197,7 @@ def test_the_dockerfile_copies_what_there_is(name: str) -> None:
     assert "USER 1000:1000" in lines
 
 
-def test_the_builder_is_sent_what_is_copied_and_no_more() -> None:
+def test_dockerignore_sends_only_the_copied_paths() -> None:
     """By .dockerignore: all is left out but what is named."""
     first, *rest = [line for line in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if line[0] != "#"]
     sent = {other.removeprefix("!") for other in rest if other.startswith("!")}
@@ -208,7 +208,7 @@ def test_the_builder_is_sent_what_is_copied_and_no_more() -> None:
     assert [other for other in rest if not other.startswith("!")] == ["**/__pycache__"]
 
 
-def test_an_image_is_healthy_as_the_operations_port_says() -> None:
+def test_the_health_check_of_an_image_follows_the_operations_port() -> None:
     """Asked of a port of a test's own in its place."""
     (said,) = {
         line.strip()
@@ -228,7 +228,7 @@ def test_an_image_is_healthy_as_the_operations_port_says() -> None:
     assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 1
 
 
-def test_the_image_is_the_release_for_production_above_the_security_floor() -> None:
+def test_the_image_is_a_production_release_above_the_security_floor() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
     release = image.partition("tritonserver:")[2].removesuffix("-py3")

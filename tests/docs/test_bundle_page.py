@@ -71,7 +71,7 @@ def test_the_keys_of_a_type_are_those_of_the_code(name: str) -> None:
         ), key
 
 
-def test_the_example_is_a_bundle_that_answers_as_the_page_says(tmp_path: Path) -> None:
+def test_the_example_bundle_answers_as_the_page_says(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| \d \| `((?:[0-9a-f]{2} ){5}[0-9a-f]{2})` \|", PAGE, re.MULTILINE)
     (model,) = re.findall(r"^`model.py` is the line `(.+?)`", PAGE, re.MULTILINE)

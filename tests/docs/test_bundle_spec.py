@@ -123,7 +123,7 @@ def some_request(reader: Reader) -> tuple[dict[str, Bags], dict[str, list[Any]],
         pytest.param(MIXED, "FP16", "sequences", id="mixed, FP16 out, sequences"),
     ],
 )
-def test_a_reader_written_from_the_specification_answers_as_the_engine(
+def test_an_independent_reader_agrees_with_the_engine(
     types: dict[str, str], output_dtype: str, weighted: bool | str | None, tmp_path: Path
 ) -> None:
     config = ExportConfig(
@@ -174,9 +174,7 @@ def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_pa
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_raw_ids_of_an_input_hash_size_read_the_rows_that_the_specification_says(
-    divided: bool, tmp_path: Path
-) -> None:
+def test_an_independent_reader_maps_raw_ids_by_input_hash_size(divided: bool, tmp_path: Path) -> None:
     module = dealt(buckets=3, size=100, divided=divided)
     bundle = export_model(module, tmp_path / "repository", "raw")
     reader = Reader(bundle)
@@ -191,7 +189,7 @@ def test_raw_ids_of_an_input_hash_size_read_the_rows_that_the_specification_says
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("output_dtype", one_in(2, ["FP16", "FP32"]))
-def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dtype: str, tmp_path: Path) -> None:
+def test_an_independent_reader_scores_like_the_engine(output_dtype: str, tmp_path: Path) -> None:
     config = ExportConfig(
         dtype={"*": WeightDtype.INT4},
         output_dtype=OutputDtype(output_dtype),
@@ -226,7 +224,7 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("output_dtype", one_in(2, [OutputDtype.FP16, OutputDtype.FP32]))
-def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: OutputDtype, tmp_path: Path) -> None:
+def test_an_independent_reader_scores_sequences(output_dtype: OutputDtype, tmp_path: Path) -> None:
     bundle = export_model(Mixed(), tmp_path / "r", "m", ExportConfig(output_dtype=output_dtype))
     reader = Reader(with_histories(bundle, fixed_lengths={"seen": 2}))
     bags, dense = random_histories(np.random.default_rng(0), 5)
@@ -239,7 +237,7 @@ def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_path: Path) -> None:
+def test_an_independent_reader_scores_with_per_id_numbers(tmp_path: Path) -> None:
     bundle = export_model(candidate_model.MODULE, tmp_path / "r", "m", EXACT, example=candidate_model.example())
     reader = Reader(bundle)
     for samples in (1, 5):
@@ -289,7 +287,7 @@ def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_position_weights_are_written_for_digests_as_the_specification_says(tmp_path: Path) -> None:
+def test_position_weights_are_written_for_digests_as_specified(tmp_path: Path) -> None:
     """Section 7: with and without exponents, and on both sides of where they begin."""
     module = positioned()
     numbers = [0.0, 1.0, -0.5, 9.9e-6, 1e-5, 1.5e-5, -3e-7, 1.2e-11, 9.9e15, 1.5e16, -1e16, 2.5e20, 1e30]

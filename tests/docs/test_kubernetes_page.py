@@ -11,7 +11,7 @@ from export.__main__ import app
 PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
 
-def test_the_page_names_exactly_the_options_and_their_defaults() -> None:
+def test_the_page_lists_all_options_with_their_defaults() -> None:
     rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
     named = {option: default for cell, default in rows for option in re.findall(r"--[a-z-]+", cell)}
     command: Any = typer.main.get_command(app)

@@ -26,7 +26,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> None:
+def test_files_and_tests_named_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     folders = "|".join(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists())
     for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):

@@ -9,7 +9,7 @@ from tests.docs.promises import PAGES, PromiseTest, promise_tests, rows, with_te
 PROMISES = [promise for page in PAGES for promise in rows(page.read_text())]
 
 
-def test_every_marker_has_one_row_and_every_row_a_test_of_make_test() -> None:
+def test_each_marker_has_a_row_and_each_row_a_test_of_make_test() -> None:
     tests = promise_tests()
     assert sorted(PROMISES) == sorted(tests)
     assert [promise for promise in PROMISES if all(test.is_long for test in tests[promise])] == []

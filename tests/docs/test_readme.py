@@ -182,9 +182,7 @@ def build():
 """
 
 
-def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scores_in_the_readme_are_those_of_torchrec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = blocks(README, "", "tbe-export model")
     of_readme, score, shared_call, frame = (
@@ -238,7 +236,7 @@ def test_the_plan_of_the_page_of_sharding_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [0, 1], ids=["model", "tables"])
-def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, number: int) -> None:
+def test_the_compare_commands_of_the_sharding_page_write_a_report(tmp_path: Path, number: int) -> None:
     command = blocks(SHARDING, "", "tbe-export compare")[number]
     package(tmp_path)
     (tables,) = blocks(SHARDING, "toml")
@@ -282,7 +280,7 @@ NAMES = {
 }
 
 
-def test_the_comparisons_of_the_readme_are_those_of_the_last_quiet_benchmark() -> None:
+def test_the_comparisons_in_the_readme_match_the_last_quiet_benchmark() -> None:
     runs = sorted((ROOT / "benchmarks" / "results").glob("2*.json"))
     (name, latest) = [(run.name, figures) for run in runs if quiet(figures := json.loads(run.read_text()))][-1]
     assert f"(benchmarks/results/{name})" in (ROOT / README).read_text()
@@ -300,7 +298,7 @@ def test_the_comparisons_of_the_readme_are_those_of_the_last_quiet_benchmark() -
         assert (ours, best) == (shown(results[f"{model}_ours_{quantity}"]), shown(best_of(measured.values())))
 
 
-def test_the_ranking_of_the_readme_is_that_of_the_last_quiet_benchmark() -> None:
+def test_the_ranking_in_the_readme_matches_the_last_quiet_benchmark() -> None:
     """The others look the user up once and expand it, or repeat it: the better of both counts."""
     latest = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text())
     assert quiet(latest["parts"].get("rankings", latest))
@@ -319,7 +317,7 @@ def shown(value: float) -> str:
     return f"{1e3 * value:.1f}" if value < 1 else f"{value:,.0f}"
 
 
-def test_what_the_readme_installs_are_extras() -> None:
+def test_the_readme_installs_existing_extras() -> None:
     """What pip makes of them is tested in `tests/requirements/test_wheel.py`."""
     (install,) = blocks(README, "", "pip install")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -101,6 +101,6 @@ def test_the_commands_of_releases_run(repository: Path) -> None:
             wait_for_versions(server, *versions)
 
 
-def test_the_default_that_the_page_names_is_that_of_the_command() -> None:
+def test_the_page_names_the_default_of_unload_after_s() -> None:
     (named,) = re.findall(r"`--unload-after-s`\s\((\d+)\) seconds", PAGE.read_text())
     assert f"Default: {named}." in " ".join(tbe_serve("run", "--help").stdout.split())

@@ -64,7 +64,7 @@ def test_the_root_leads_to_the_newest_version(page: Page, url: str, site: Path) 
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 1280)])
-def test_pages_ask_no_other_host_and_fit_the_screen(
+def test_pages_load_nothing_from_other_hosts_and_fit_the_screen(
     browser: Browser, url: str, site: Path, scheme: str, width: int
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def test_the_search_finds_pages_among_the_first_three(page: Page, url: str, site
 
 
 @pytest.mark.long  # that the site is built at all shows that all anchors are there
-def test_a_dead_anchor_fails_the_build_and_leaves_the_site_that_is_there(tmp_path: Path) -> None:
+def test_a_broken_anchor_fails_the_build_and_keeps_the_old_site(tmp_path: Path) -> None:
     for name in TOP_FILES:
         shutil.copy(ROOT / name, tmp_path)
     for name in ("deploy", "docs", "examples", "export", "serving"):
@@ -153,7 +153,7 @@ def test_a_dead_anchor_fails_the_build_and_leaves_the_site_that_is_there(tmp_pat
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["0.0.9"]
 
 
-def test_every_page_is_there_as_markdown_and_listed_for_language_models(site: Path) -> None:
+def test_each_page_is_published_as_markdown_and_listed_for_language_models(site: Path) -> None:
     listed = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text())
     assert len(listed) > 30
     for path in listed:

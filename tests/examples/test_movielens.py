@@ -32,7 +32,7 @@ def test_every_rating_is_a_sample_with_every_feature(samples: data.Samples) -> N
             assert jagged.values.size == 100_000
 
 
-def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Samples) -> None:
+def test_recent_items_are_the_latest_items_rated_positive_before(samples: data.Samples) -> None:
     """Recomputed from the raw file, sample by sample, with no state carried along."""
     ratings = sorted(
         data._read("inter"), key=lambda event: (float(event["timestamp"]), event["user_id"], event["item_id"])
@@ -53,14 +53,14 @@ def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Sa
         assert history == earlier[-data.RECENT_ITEMS :]
 
 
-def test_all_test_samples_are_later_than_all_training_samples(samples: data.Samples) -> None:
+def test_test_samples_are_later_than_training_samples(samples: data.Samples) -> None:
     times = sorted(float(event["timestamp"]) for event in data._read("inter"))
     assert samples.train[-1] + 1 == samples.test[0]
     assert times[samples.train[-1]] <= times[samples.test[0]]
     assert len(samples.train) + len(samples.test) == 100_000
 
 
-def test_taking_samples_takes_their_bags() -> None:
+def test_taking_samples_of_a_jagged_feature_keeps_their_bags() -> None:
     jagged = data.Jagged.of([[1, 2], [], [3], [4, 5, 6]])
     values, lengths = jagged.take(np.array([3, 1, 0, 3]))
     assert values.tolist() == [4, 5, 6, 1, 2, 4, 5, 6]
@@ -93,7 +93,7 @@ def check_demo(page: str, folder: Path) -> None:
     assert (folder / "build/demo/repository/movielens/1/manifest.json").exists()
 
 
-def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(
+def test_the_demo_ends_with_the_same_auc_from_int8_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a third of the training."""
@@ -107,12 +107,12 @@ def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(
 
 
 @pytest.mark.long
-def test_the_demo_as_it_is(tmp_path: Path) -> None:
+def test_the_unchanged_demo_runs_to_its_last_page(tmp_path: Path) -> None:
     check_demo(run_in(tmp_path, "-m", "examples.movielens.demo"), tmp_path)
 
 
 @pytest.mark.long
-def test_rows_that_are_kept_fresh_rank_better_than_stale_ones(tmp_path: Path) -> None:
+def test_fresh_rows_rank_better_than_stale_ones(tmp_path: Path) -> None:
     """`make demo-fresh`: scores by a server that deltas reach while the model is trained."""
     said = run_in(tmp_path, "-m", "examples.movielens.fresh")
     stale, fresh, trained = (float(match) for match in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", said))

@@ -50,7 +50,7 @@ def router(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_each_host_has_a_bundle_of_its_own_and_the_router_names_them(tmp_path: Path, router: Path) -> None:
+def test_each_host_has_its_own_bundle_and_the_router_names_all(tmp_path: Path, router: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "r").iterdir()) == MODELS
     bundle = open_bundle(router)
     manifest = bundle.manifest
@@ -70,7 +70,7 @@ def test_each_host_has_a_bundle_of_its_own_and_the_router_names_them(tmp_path: P
     assert [shard.table for shard in manifest.plan.shards if shard.rank == 0] == ["genre"]
 
 
-def test_together_they_hold_every_row_once(tmp_path: Path, router: Path) -> None:
+def test_the_hosts_together_hold_every_row_once(tmp_path: Path, router: Path) -> None:
     """By an oracle that reads bytes alone: what hosts' bundles hold is what one process holds."""
     one = in_one_process(tmp_path, mixed(), CONFIG, router)
     manifest = open_bundle(router).manifest
@@ -111,7 +111,7 @@ class Counted(Checkpoint):
         return self._weights.rows(table, start, stop)
 
 
-def test_machines_that_write_a_host_each_write_what_one_machine_writes(tmp_path: Path, router: Path) -> None:
+def test_several_machines_write_the_same_hosts_as_one_machine(tmp_path: Path, router: Path) -> None:
     module = mixed()
     several = tmp_path / "several"
     for host in (2, 0, 1):
@@ -171,7 +171,9 @@ def without_parity(bundle: Path) -> None:
         (without_parity, "parity: expected each table once, got no table"),
     ],
 )
-def test_a_set_that_is_not_whole_is_not_completed(tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:
+def test_a_router_is_not_published_without_all_its_hosts(
+    tmp_path: Path, harm: Callable[[Path], None], message: str
+) -> None:
     module = mixed()
     export_hosts(module, tmp_path / "r", MODEL, [0, 1, 2], CONFIG, 4)
     for host in (0, 2):
@@ -195,7 +197,7 @@ def test_versions_are_the_same_for_all_of_a_set(tmp_path: Path) -> None:
         export_model(mixed(), tmp_path / "r", MODEL, CONFIG, 5)
 
 
-def test_what_fails_publishes_no_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_host_export_publishes_no_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_router(new: Draft, *arguments: Any) -> Bundle:
         if new.name == MODEL:
             raise PublishError("no")
@@ -232,7 +234,7 @@ def test_hosts_that_the_plan_does_not_have_are_refused(tmp_path: Path, hosts: Se
     ],
     ids=["features", "tables"],
 )
-def test_names_that_would_be_one_on_a_host_are_refused_before_a_row_is_read(
+def test_names_that_collide_on_a_host_are_refused_before_rows_are_read(
     specs: tuple[Spec, ...], types: dict[str, str], message: str
 ) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, memory_bytes=1 << 20, types=types, hosts_as_models=True)
@@ -246,7 +248,7 @@ def test_hosts_that_are_no_models_are_refused(tmp_path: Path) -> None:
         export_hosts(mixed(), tmp_path / "r", MODEL, [0], config, 1)
 
 
-def test_a_host_is_not_told_what_is_for_routers(tmp_path: Path) -> None:
+def test_hosts_get_no_settings_of_routers(tmp_path: Path) -> None:
     serving = ServingSettings(instances=2, hosts={"0": "a:1", "1": "b:1", "2": "c:1"}, shard_timeout_ms=50)
     export_model(mixed(), tmp_path / "r", MODEL, replace(CONFIG, serving=serving))
     assert settings_of(read_config(tmp_path / "r" / MODEL)) == serving

@@ -23,7 +23,7 @@ def configure_hosts(model: Path, hosts: dict[str, str]) -> None:
     write_config(model, config)
 
 
-def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
+def test_commands_publish_hosts_and_their_router(tmp_path: Path) -> None:
     toml = tmp_path / "export.toml"
     toml.write_text(
         '[sharding]\nranks = 6\nranks_per_host = 2\nmemory_per_rank = "1MB"\nhosts_as_models = true\n'
@@ -68,7 +68,7 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     assert "--continue-deltas: expected all hosts at once" in done.output
 
 
-def test_an_engine_over_published_files_answers_for_every_host(tmp_path: Path) -> None:
+def test_an_engine_on_each_host_s_bundle_answers_its_features(tmp_path: Path) -> None:
     """Each host's bundle, opened alone, answers its own features."""
     router = export_model(mixed(), tmp_path / "r", MODEL, CONFIG)
     random = np.random.default_rng(0)

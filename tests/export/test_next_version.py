@@ -73,7 +73,7 @@ def ones(rows: int = 1, dim: int = 8) -> npt.NDArray[np.float32]:
 @pytest.mark.promise(
     "A version compacted from a version and its deltas equals an export of the changed model byte for byte"
 )
-def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
+def test_a_compacted_version_equals_an_export_of_the_changed_model(tmp_path: Path) -> None:
     """Of all dtypes, in all ways to cut tables; and its lineage goes on."""
     model = collection(MIXED)
     r = tmp_path / "r"
@@ -134,7 +134,7 @@ def test_scores_are_those_of_the_changed_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_deltas_go_when_no_version_needs_them(elsewhere: bool, tmp_path: Path) -> None:
+def test_pruning_removes_deltas_that_no_version_needs(elsewhere: bool, tmp_path: Path) -> None:
     r = tmp_path / "r"
     where = tmp_path / "elsewhere" if elsewhere else None
     first = open_bundle(export_model(collection(SUM), r, "m"))
@@ -161,7 +161,7 @@ def test_deltas_go_when_no_version_needs_them(elsewhere: bool, tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_what_cannot_be_compacted_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_compaction_names_its_cause_and_leaves_nothing(tmp_path: Path) -> None:
     r = tmp_path / "r"
     bundle = export_model(collection(SUM), r, "m")
 
@@ -201,7 +201,7 @@ def bundles(repository: Path, version: int) -> dict[str, Path]:
 @pytest.mark.promise(
     "A version compacted from a version and its deltas equals an export of the changed model byte for byte"
 )
-def test_a_version_on_hosts_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
+def test_a_compacted_version_over_hosts_equals_an_export_of_the_model(tmp_path: Path) -> None:
     """The router's and each host's; and their lineages go on."""
     model = collection(MIXED)
     r = tmp_path / "r"
@@ -255,7 +255,7 @@ def test_rows_on_hosts_are_rolled_back(tmp_path: Path) -> None:
         assert host.lineage is None
 
 
-def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
+def test_a_missing_or_damaged_host_delta_leaves_no_version_on_any_host(tmp_path: Path) -> None:
     model = collection(SUM)
     r = tmp_path / "r"
     export_hosts(tmp_path, model, HOSTS_OF_TWO)
@@ -285,7 +285,7 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("`compact` and `squash` sign nothing that was not signed")
-def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
+def test_compaction_signs_nothing_that_was_not_signed(tmp_path: Path) -> None:
     for name in ("key", "other"):
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / f"{name}.pem"], check=True)
         subprocess.run(
@@ -305,7 +305,9 @@ def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
         compact(r, "m", version=2, signing_key=key)
 
 
-def test_rows_that_many_deltas_change_are_as_in_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_changed_by_many_deltas_are_those_of_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where what came before is let go of meanwhile."""
     monkeypatch.setattr(delta, "_LEAST_ROWS", 4)
     model = collection(SUM)
@@ -327,7 +329,7 @@ def expect_scores(bundle: Path, model: Ranker, tmp_path: Path) -> None:
         np.testing.assert_array_equal(scores[name], numbers)
 
 
-def test_a_dense_part_that_was_trained_further_goes_on_with_the_rows(tmp_path: Path) -> None:
+def test_a_further_trained_dense_part_continues_the_lineage(tmp_path: Path) -> None:
     """Those that its training changed meanwhile are a delta, for both versions."""
     model = ranker()
     r = tmp_path / "r"
@@ -351,7 +353,7 @@ def test_a_dense_part_that_was_trained_further_goes_on_with_the_rows(tmp_path: P
     assert publish_delta(r, "m", {"a": ([0], ones())}).sequence == 3
 
 
-def test_a_delta_that_somebody_publishes_meanwhile_is_in_the_version_s_lineage_before_its_own(
+def test_a_delta_published_concurrently_comes_first_in_the_lineage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = collection(SUM)
@@ -372,7 +374,7 @@ def test_a_delta_that_somebody_publishes_meanwhile_is_in_the_version_s_lineage_b
     assert weights_of(compact(r, "m", version=1)) == weights_of(second.path)
 
 
-def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_export_that_cannot_continue_a_lineage_leaves_nothing(tmp_path: Path) -> None:
     r = tmp_path / "r"
     model = collection(SUM)
     export_model(model, r, "m")
@@ -388,7 +390,7 @@ def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
 
 
-def test_a_dense_part_over_hosts_goes_on_with_the_rows_of_each(tmp_path: Path) -> None:
+def test_a_dense_part_over_hosts_continues_the_lineage_of_each_host(tmp_path: Path) -> None:
     model = ranker()
     r = tmp_path / "r"
     config = replace(ON_HOSTS, scores=True, serving=ServingSettings(weights_memory="live"))
@@ -427,7 +429,7 @@ def test_a_dense_part_over_hosts_goes_on_with_the_rows_of_each(tmp_path: Path) -
         assert listed(deltas_folder(r) / name / names(open_bundle(path))) == [1, 2, 3]
 
 
-def test_rows_that_would_go_to_other_hosts_cannot_go_on(tmp_path: Path) -> None:
+def test_a_lineage_cannot_continue_with_another_sharding_or_dtype(tmp_path: Path) -> None:
     """Deltas are cut by host: those of one cut are not those of another."""
     model = collection(SUM)
     r = tmp_path / "r"
@@ -447,7 +449,7 @@ def test_rows_that_would_go_to_other_hosts_cannot_go_on(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
 
 
-def test_tables_of_raw_ids_are_new_and_no_delta(tmp_path: Path) -> None:
+def test_tables_of_raw_ids_are_exported_whole_without_a_delta(tmp_path: Path) -> None:
     module = dealt()
     first = open_bundle(export_model(module, tmp_path / "r", "m"))
     with torch.no_grad():
@@ -459,7 +461,7 @@ def test_tables_of_raw_ids_are_new_and_no_delta(tmp_path: Path) -> None:
     assert weights_of(second.path) != weights_of(first.path)
 
 
-def test_the_command_goes_on_with_a_lineage(tmp_path: Path) -> None:
+def test_the_command_continues_a_lineage(tmp_path: Path) -> None:
     r, model = tmp_path / "r", "tests.export.test_next_version:further"
     first = open_bundle(export_model(collection(SUM), r, "m"))
     command = "model", "--model", model, "--repository", str(r), "--name", "m"

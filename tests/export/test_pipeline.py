@@ -85,7 +85,7 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: P
 
 
 @pytest.mark.promise("A killed export, or one with a full disk, leaves whole versions or nothing")
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, large_checkpoint: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, large_checkpoint: Path) -> None:
     """A limit on the size of files stands in for the disk: the kernel refuses the write in the same way."""
     command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint), str(50 << 20)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

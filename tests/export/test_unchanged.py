@@ -55,7 +55,7 @@ class Remembers(nn.Module):
         return logits
 
 
-def test_every_export_of_the_tests_is_looked_at() -> None:
+def test_the_mutation_check_wraps_every_export_function() -> None:
     for home, names in EXPORTS.items():
         for name in names:
             function = getattr(import_module(home), name)
@@ -136,7 +136,7 @@ def test_a_forward_that_writes_to_a_table_is_refused(tmp_path: Path, model: type
         export_model(model(), tmp_path, "m", EXACT)
 
 
-def test_a_layer_that_writes_to_a_table_that_it_shares_writes_to_a_copy(tmp_path: Path) -> None:
+def test_a_layer_that_writes_to_a_shared_table_writes_to_a_copy(tmp_path: Path) -> None:
     written: list[Tensor] = []
 
     class Renormalizes(nn.Module):
@@ -244,7 +244,7 @@ CHANGES_OF_EXAMPLE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_EXAMPLE)
-def test_what_looks_at_examples_sees_every_change(change: str) -> None:
+def test_every_change_of_an_example_is_detected(change: str) -> None:
     example = example_of_batch()
     before = dict(example_state(example))
     assert_example_unchanged(example, before)
@@ -254,7 +254,7 @@ def test_what_looks_at_examples_sees_every_change(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_looks_at_models_sees_every_change(change: str) -> None:
+def test_every_change_of_a_model_is_detected(change: str) -> None:
     module = Remembers()
     before = dict(_state(module))
     assert_unchanged(module, before)

@@ -25,12 +25,12 @@ def test_a_bandwidth_is_read_with_its_unit(text: str | int, expected: int) -> No
 
 
 @pytest.mark.parametrize("text", ["10Gbps", "10G", "10 Gb", "0", "-1B/s", "1b/s", "fast", "iB/s", "9e9", "1PB/s"])
-def test_what_is_no_bandwidth_is_refused_by_name(text: str) -> None:
+def test_invalid_bandwidths_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"network: expected a bandwidth such as 10Gb/s or 1\.25GB/s, got"):
         bytes_per_s("network", text)
 
 
-def test_no_bytes_are_a_size_where_that_has_a_meaning() -> None:
+def test_a_size_of_0_is_accepted_only_where_it_is_allowed() -> None:
     assert size_bytes("router_memory", "0", least=0) == 0
     with pytest.raises(ConfigurationError, match="memory_per_rank: expected a size"):
         size_bytes("memory_per_rank", "0")
@@ -61,7 +61,7 @@ def test_sizes(text: str | int, expected: int) -> None:
         *("1_0", "٣", "1e3", "nan", "inf", "1 parsec", "", "9" * 5000),
     ],
 )
-def test_what_is_no_size_or_beyond_all_machines_is_refused(text: str | int) -> None:
+def test_invalid_and_excessive_sizes_are_refused(text: str | int) -> None:
     expected = f"memory_per_rank: expected a size such as 16GB or 16GiB, at most {1 << 60} bytes, got '"
     with pytest.raises(ConfigurationError, match=expected):
         size_bytes("memory_per_rank", text)

@@ -21,7 +21,7 @@ LOADS = [
 
 @pytest.mark.promise("Clients reconnect to a server that was killed and restarted")
 @pytest.mark.parametrize("make_oracle", LOADS[:2])
-def test_clients_find_a_server_that_was_killed_and_started_again(
+def test_clients_reconnect_to_a_killed_and_restarted_server(
     make_oracle: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
     result = servers.restarted(tmp_path, times=1, make_oracle=make_oracle)
@@ -34,7 +34,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
 
 @pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
 @pytest.mark.parametrize("make_oracle", one_in(3, LOADS))
-def test_clients_are_answered_again_when_a_model_s_process_was_killed(
+def test_clients_are_answered_after_a_model_process_was_killed(
     make_oracle: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
     result = servers.stub_killed(tmp_path, times=1, make_oracle=make_oracle)
@@ -46,7 +46,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
 @pytest.mark.long
 @pytest.mark.promise("A model whose process is paused is replaced, with or without requests")
 @pytest.mark.parametrize("by", one_in(2, [servers.by_sigstop, servers.by_a_debugger]))
-def test_clients_are_answered_again_when_a_model_s_process_was_paused(
+def test_clients_are_answered_after_a_model_process_was_paused(
     by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
 ) -> None:
     """tritonserver 2.51 ends when a process of its goes on after some seconds; twice, so that it is started again."""
@@ -76,7 +76,7 @@ def test_reloads_under_load_lose_no_request_and_crash_no_process(tmp_path: Path,
 )
 @pytest.mark.long
 @pytest.mark.parametrize("change", one_in(2, [files.deleted, files.replaced]))
-def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
+def test_deleted_or_replaced_weights_stay_served_and_are_not_reloaded(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     result = files.weights_change(tmp_path, change, kill=True)
@@ -90,7 +90,7 @@ def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     "Weights that are deleted, replaced, cut or overwritten under a server are refused when it reloads them"
 )
 @pytest.mark.long
-def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_path: Path) -> None:
+def test_truncated_weights_are_refused_and_not_loaded(tmp_path: Path) -> None:
     """The kernel ends the process that reads them (SIGBUS)."""
     result = files.weights_change(tmp_path, files.truncated, kill=False)
     assert result.wrong == 0
@@ -102,7 +102,7 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
 @pytest.mark.promise(
     "Weights that are deleted, replaced, cut or overwritten under a server are refused when it reloads them"
 )
-def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
+def test_overwritten_weights_are_refused_on_reload(tmp_path: Path) -> None:
     """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
     result = files.weights_change(tmp_path, files.overwritten, kill=True)
     assert result.wrong == 20
@@ -120,7 +120,7 @@ def test_publishers_that_meet_all_publish_whole_versions(count: int, tmp_path: P
 
 @pytest.mark.promise("Requests that were cancelled or are past their deadline are not looked up")
 @pytest.mark.parametrize("cancelled", one_in(2, [True, False]), ids=["cancelled", "deadlines"])
-def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: bool) -> None:
+def test_no_work_is_done_for_cancelled_or_expired_calls(tmp_path: Path, cancelled: bool) -> None:
     """However long it takes the server to hear of it: it is given more time until it has."""
     for settle_s in (1, 5, 30):
         result = clients.disconnected(tmp_path / str(settle_s), 300, cancelled=cancelled, settle_s=settle_s)
@@ -132,7 +132,7 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
 
 
 @pytest.mark.promise("Bursts of cancelled calls under load end neither the service nor its stop")
-def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
+def test_cancelled_calls_end_neither_the_server_nor_its_shutdown(tmp_path: Path) -> None:
     result = clients.give_up(tmp_path, seconds=2)
     print(result.line())
     assert result.answers == 16
@@ -140,13 +140,13 @@ def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path
 
 
 @pytest.mark.promise("Clients that begin a call and fall silent delay no other client")
-def test_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
+def test_slow_clients_delay_no_other_client(tmp_path: Path) -> None:
     result = clients.slow(tmp_path, per_kind=8)
     assert (result.right, result.requests, result.connections) == (200, 200, 48)
 
 
 @pytest.mark.promise("Lengths that promise more ids than the payload holds are refused before anything is allocated")
-def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+def test_lengths_far_beyond_the_payload_are_refused_before_allocation(tmp_path: Path) -> None:
     refusals, grown = memory.lying_lengths(tmp_path)
     assert refusals == {"INVALID_ARGUMENT"}
     assert grown < 1 << 30  # a single one of these lengths is 16 GiB of ids
@@ -154,7 +154,7 @@ def test_lengths_far_beyond_the_payload_are_refused_before_anything_is_allocated
 
 @pytest.mark.long
 @pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
-def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
+def test_a_full_dev_shm_is_reported_and_recovered_from(tmp_path: Path) -> None:
     result = memory.shared_memory_full(tmp_path)
     assert "Failed to increase the shared memory pool size" in result.message
     assert result.right == result.requests
@@ -173,7 +173,7 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.promise("Invalid answers of a host fail only requests that need the host")
-def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
+def test_a_lying_host_harms_only_requests_that_need_it(tmp_path: Path) -> None:
     result = lying.lied(tmp_path, 1)
     print(result.line())
     assert result.refused > result.lies
@@ -182,7 +182,7 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
 
 
 @pytest.mark.long
-def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path) -> None:
+def test_rows_never_tear_or_go_back_whichever_process_is_killed(tmp_path: Path) -> None:
     result = fresh.changed(tmp_path, 20, seed=40)
     print(result.line())
     assert (result.torn, result.backwards, result.too_new, result.late) == (0, 0, 0, 0)
@@ -201,7 +201,7 @@ def test_many_deltas_go_by_and_no_row_is_torn_or_older(tmp_path: Path, deltas: i
 
 
 @pytest.mark.long
-def test_scores_of_sequences_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(
+def test_sequence_scores_that_need_a_lost_host_are_refused_by_its_name(
     tmp_path: Path,
 ) -> None:
     result = histories.host_lost(tmp_path, 1)

@@ -19,9 +19,7 @@ from tests.support.leak_check import keeps_growing
         pytest.param(whole.DAMAGES, id="all", marks=pytest.mark.long),
     ],
 )
-def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(
-    tmp_path: Path, damages: list[Any]
-) -> None:
+def test_a_version_with_damaged_scores_or_ids_is_not_loaded(tmp_path: Path, damages: list[Any]) -> None:
     result = whole.damaged_rolled_out(tmp_path, damages)
     print(result.line())
     assert (result.wrong, result.failed) == (0, 0)
@@ -31,7 +29,7 @@ def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_bef
 
 
 @pytest.mark.promise("Requests for scores that would wait too long are refused, and the others are right")
-def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
+def test_scores_that_would_wait_too_long_are_refused_and_others_are_right(tmp_path: Path) -> None:
     result = whole.shed(tmp_path, at_once=64)
     print(result.line())
     assert result.unexpected == []

@@ -62,7 +62,7 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
 
 
 @pytest.mark.long
-def test_memory_stops_growing_whatever_is_sent(served: tuple[list[Model], Server]) -> None:
+def test_memory_stops_growing_under_hostile_requests(served: tuple[list[Model], Server]) -> None:
     models, server = served
     memory_bytes: list[int] = []
     for seed in range(2, MOST_TIMES + 2):
@@ -154,7 +154,7 @@ from serving.requests import accept, batches, jagged_inputs, schema, validate
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Model], Path], tmp_path: Path) -> None:
+def test_the_fuzzer_finds_planted_faults(fault: str, published: tuple[list[Model], Path], tmp_path: Path) -> None:
     models, repository = published
     name, line = FAULTS[fault]
     only(repository, [name], tmp_path / "r")
@@ -167,7 +167,7 @@ def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Mod
     assert any(not line.startswith(DIED) for line in outcome.wrong), outcome.wrong
 
 
-def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
+def test_the_oracle_accepts_good_requests_and_refuses_damaged_ones(served: tuple[list[Model], Server]) -> None:
     """What judges the server tells right from wrong by itself."""
     models, _ = served
     random = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
 
 
 @pytest.mark.promise("A model whose process died serves lookups and scores again without any action of its clients")
-def test_after_a_shape_that_overflows_the_model_serves_again(
+def test_the_model_serves_again_after_an_overflowing_shape(
     published: tuple[list[Model], Path], tmp_path: Path
 ) -> None:
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
@@ -191,7 +191,7 @@ def test_after_a_shape_that_overflows_the_model_serves_again(
         recovery_s(server, model)
 
 
-def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: Path, tmp_path: Path) -> None:
+def test_an_empty_batch_is_answered_by_the_client_and_harms_no_other(one_model: Path, tmp_path: Path) -> None:
     """Triton never answers a first dimension of 0 on all inputs: its caller's deadline does."""
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"", b""])
     request.inputs.add(name="values", datatype="INT64", shape=[0, 0])
@@ -209,7 +209,7 @@ def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: P
         server.process.kill()  # it would wait for that request until its exit timeout
 
 
-def test_what_triton_and_python_read_differently_need_not_be_answered(served: tuple[list[Model], Server]) -> None:
+def test_requests_that_triton_and_python_read_differently_may_fail(served: tuple[list[Model], Server]) -> None:
     """The entry `features` with its value in a field that nobody knows: to Python, there is no entry."""
     models, _ = served
     request = good(models[0], np.random.default_rng(0))
@@ -232,7 +232,7 @@ def test_batch_sizes_are_read_as_triton_reads_them(served: tuple[list[Model], Se
     assert (outcome.statuses, outcome.wrong) == ({"OK": 1}, [])
 
 
-def test_every_request_to_the_operations_port_is_answered_or_ended(served: tuple[list[Model], Server]) -> None:
+def test_every_request_to_the_operations_port_is_answered_or_closed(served: tuple[list[Model], Server]) -> None:
     _, server = served
     outcome = fuzz_operations(server, 400, seed=1)
     assert outcome.wrong == []
@@ -242,7 +242,7 @@ def test_every_request_to_the_operations_port_is_answered_or_ended(served: tuple
 
 
 @pytest.mark.long
-def test_whatever_a_host_sends_its_requests_alone_are_refused(tmp_path: Path) -> None:
+def test_hostile_answers_of_a_host_fail_only_its_requests(tmp_path: Path) -> None:
     outcome = fuzz_hosts(tmp_path, 600, seed=1)
     assert outcome.wrong == []
     assert outcome.refused >= 500

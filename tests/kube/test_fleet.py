@@ -166,14 +166,14 @@ def is_alive(pod: Pod) -> bool:
     return pod.probe("livenessProbe") == 200
 
 
-def test_it_answers_as_the_same_plan_in_one_process(fleet: Fleet) -> None:
+def test_the_fleet_answers_like_the_same_plan_in_one_process(fleet: Fleet) -> None:
     for pod in fleet.every:
         assert is_alive(pod), pod.name
     for _ in range(10):
         fleet.check()
 
 
-def test_it_answers_without_one_of_two_replicas(fleet: Fleet) -> None:
+def test_the_fleet_answers_without_one_of_two_replicas(fleet: Fleet) -> None:
     first, second = fleet.pods["movies-host-0"]
     first.kill()
     fleet.check()
@@ -181,7 +181,7 @@ def test_it_answers_without_one_of_two_replicas(fleet: Fleet) -> None:
     assert second.is_ready()
 
 
-def test_without_all_replicas_of_a_host_the_router_serves_on_and_says_which(fleet: Fleet) -> None:
+def test_the_router_names_a_host_without_replicas_and_keeps_serving(fleet: Fleet) -> None:
     """It stays ready for what the host does not hold, and alive, so that nobody restarts it."""
     (only,) = fleet.pods["movies-host-1"]
     only.kill()
@@ -202,7 +202,7 @@ def test_without_all_replicas_of_a_host_the_router_serves_on_and_says_which(flee
             time.sleep(0.5)
 
 
-def test_a_stranger_is_not_answered_by_a_host(fleet: Fleet, tls: Path) -> None:
+def test_a_host_refuses_a_client_without_a_certificate(fleet: Fleet, tls: Path) -> None:
     """Hosts ask for a certificate, which a router's pod has, and clients have not."""
     _, host = fleet.pods["movies-host-0"]
     strange = Tls(root_certificates=tls / "movies-hosts-tls" / "ca.crt", server_name="movies-hosts")
@@ -233,7 +233,7 @@ def test_a_pod_has_its_own_model_alone(fleet: Fleet) -> None:
     assert sorted(host.files("/repository/movies-host-0")) == ["1", "config.pbtxt", "config.sig"]
 
 
-def test_the_linter_finds_nothing_but_what_is_meant(base: Path) -> None:
+def test_checkov_finds_only_the_expected_deviations(base: Path) -> None:
     """The namespace is the overlay's. The image's user is 1000. Cores have no limit, for that makes answers late."""
     meant = {"CKV_K8S_21", "CKV_K8S_40", "CKV_K8S_11"}
     program = str(FOLDER / "checkov" / "bin" / "checkov")

@@ -35,7 +35,7 @@ MOVED = {("rows_side_by_side", "scores_0")}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_answers_by_itself(name: str) -> None:
+def test_each_model_answers_by_itself_repeatably_and_without_nan(name: str) -> None:
     module = module_of(name)
     for samples in range(1, 9):
         answer = call(module, example_of(name, samples))

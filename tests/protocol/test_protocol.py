@@ -103,7 +103,7 @@ def test_node_sends_weights(node: Path, server: Server) -> None:
     np.testing.assert_array_equal(np.array(answer["embeddings"], np.float32), ours[0])
 
 
-def test_node_is_told_what_is_wrong(node: Path, server: Server) -> None:
+def test_a_node_client_gets_the_error_message(node: Path, server: Server) -> None:
     refused = ask_node(node, server, "mixed", {"features": ["genres"], "values": [20], "lengths": [1]})
     assert refused["code"] == "INVALID_ARGUMENT"
     assert refused["message"] == "feature 'genres': expected an id in [0, 20), got 20 for sample 0 (values[0])"
@@ -133,7 +133,7 @@ def test_curl_gets_the_right_answer(server: Server, mixed: Path) -> None:
     np.testing.assert_allclose(np.array(output["data"]).reshape(rows.shape), rows, rtol=1e-5, atol=1e-5)
 
 
-def test_curl_is_told_what_is_wrong(server: Server) -> None:
+def test_curl_gets_the_error_message(server: Server) -> None:
     code, answer = ask_curl(server, "/v2/models/mixed/infer", body_of({"genres": [[20]]}))
     assert code == 400
     assert "feature 'genres': expected an id in [0, 20), got 20" in answer["error"]

@@ -169,7 +169,7 @@ EXPORTS = ("export", "model", "--model", "m:model", "--repository", "r", "--name
         ),
     ],
 )
-def test_what_an_extra_lacks_is_said_with_the_extra_that_has_it(
+def test_a_missing_package_is_named_with_its_extra(
     bundle: Path, extra: str, code: str, arguments: tuple[str, ...], lacking: str, needed: str
 ) -> None:
     repository = str(bundle.parent.parent)

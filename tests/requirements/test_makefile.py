@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_what_a_target_prints_is_in_a_file_at_once(tmp_path: Path) -> None:
+def test_output_of_a_target_is_written_to_a_file_at_once(tmp_path: Path) -> None:
     """Demos and tests of minutes say how far they are."""
     code = "import os, sys; print(1); print(os.fstat(1).st_size, file=sys.stderr)"
     with (tmp_path / "out").open("wb") as out:

@@ -34,7 +34,7 @@ def test_every_pin_has_hashes(lock: Path) -> None:
     assert len(pins(lock)) == len(hashed) == text.count("==") > 0
 
 
-def test_both_torches_are_the_one_that_is_asked_for_and_nothing_is_pinned_twice() -> None:
+def test_both_torch_locks_have_the_requested_release_and_no_double_pins() -> None:
     cpu, pypi = pins(REQUIREMENTS / "torch-cpu.txt"), pins(REQUIREMENTS / "torch-pypi.txt")
     assert cpu["torch"] == pypi["torch"] + "+cpu"
     for asking in ("serve.in", "torch-pypi.in"):
@@ -44,7 +44,7 @@ def test_both_torches_are_the_one_that_is_asked_for_and_nothing_is_pinned_twice(
 
 
 @pytest.mark.parametrize("stack", STACKS, ids=lambda stack: f"torch {stack.torch}")
-def test_the_locks_are_the_stacks_of_the_pins(stack: Stack) -> None:
+def test_the_locks_match_the_stacks_in_pins_py(stack: Stack) -> None:
     """serving/pins.py is the table. The default's lock is spread over the purposes; each other stack has one."""
     minor = stack.torch.rpartition(".")[0]
     if stack is DEFAULT_STACK:
@@ -81,7 +81,7 @@ def test_a_stack_replaces_packages_of_the_default_alone() -> None:
 PURPOSES = ("serve", "triton", "export", "demo", "dev")
 
 
-def test_no_lock_has_what_another_one_of_the_environment_has() -> None:
+def test_no_lock_repeats_a_pin_of_the_same_environment() -> None:
     names = [name for purpose in (*PURPOSES, "uv") for name in pins(REQUIREMENTS / f"{purpose}.txt")]
     assert len(names) == len(set(names))
 
@@ -103,7 +103,7 @@ def in_lock(purpose: str) -> Iterable[tuple[str, str]]:
     return pins(REQUIREMENTS / f"{purpose}.txt").items()
 
 
-def test_the_extras_are_the_purposes() -> None:
+def test_each_extra_lists_the_requirements_of_its_purposes() -> None:
     project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     for extra, purposes in {
@@ -156,7 +156,7 @@ for module in modules:
         ],
     ),
 )
-def test_what_a_purpose_imports_is_in_its_locks(purpose: str, modules: str) -> None:
+def test_the_imports_of_a_purpose_are_in_its_locks(purpose: str, modules: str) -> None:
     later = PURPOSES[PURPOSES.index(purpose) + 1 :]
     refused = " ".join(name for later_purpose in later for name in pins(REQUIREMENTS / f"{later_purpose}.txt"))
     command = [sys.executable, "-c", IMPORTS, refused, modules]
@@ -194,7 +194,7 @@ def run(index: Path, lock: str, script: str, *arguments: str, **more: str) -> su
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | only | more)
 
 
-def test_the_cpu_build_is_taken_where_there_is_one(index: Path) -> None:
+def test_the_cpu_build_is_preferred(index: Path) -> None:
     wheel(index, "torch", "2.13.0")
     digest = wheel(index, "torch", "2.13.0+cpu")
     done = run(index, f"torch==2.13.0+cpu --hash=sha256:{digest}\n", "torch.sh", PIP)
@@ -206,7 +206,7 @@ def test_the_cpu_build_is_taken_where_there_is_one(index: Path) -> None:
 
 
 @pytest.mark.parametrize("constrained", [False, True])
-def test_pypi_s_torch_is_taken_where_there_is_none(index: Path, constrained: bool) -> None:
+def test_torch_of_pypi_is_the_fallback(index: Path, constrained: bool) -> None:
     """pip says something else where it has constraints."""
     wheel(index, "torch", "2.13.0")
     constraints = index.parent / "constraints.txt"
@@ -270,7 +270,7 @@ def test_uv_installs_what_is_pinned_and_nothing_else(index: Path, pinned: bool) 
     assert ("setup: uv could not" in done.stderr) is not pinned
 
 
-def test_uv_is_told_what_pip_is_told(index: Path) -> None:
+def test_uv_gets_the_settings_of_pip(index: Path) -> None:
     """Of pip's levels the most particular one counts: the environment, then pip's own section, then all sections'."""
     uv = index.parent / ".venv" / "bin" / "uv"
     uv.parent.mkdir(parents=True)

@@ -81,7 +81,7 @@ def tried(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[s
     )
 
 
-def test_both_have_all_files_that_are_needed_and_no_others(built: tuple[Path, Path]) -> None:
+def test_sdist_and_wheel_have_exactly_the_needed_files(built: tuple[Path, Path]) -> None:
     sdist, wheel = built
     expected = {str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")} | OTHERS
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -122,7 +122,7 @@ print(sys.version_info[:2], np.__version__)
 
 @pytest.mark.long
 @pytest.mark.parametrize("python", interpreters("3.11", "3.12", "3.13"))
-def test_the_client_is_installed_and_looks_up_on_every_python(
+def test_the_client_looks_up_on_every_python(
     built: tuple[Path, Path], one_model: Path, tmp_path: Path, python: str
 ) -> None:
     run([python, "-m", "venv", str(tmp_path / "env")], tmp_path)
@@ -167,9 +167,7 @@ print(json.dumps([{name: array.tolist() for name, array in answer.items()} for a
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_an_environment_of_the_engine_looks_up_and_scores_without_torchrec(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_engine_environment_scores_without_torchrec(built: tuple[Path, Path], tmp_path: Path) -> None:
     model = dlrm().eval()
     bundle = export_model(model, tmp_path / "r", "m", EXACT)
     bags, dense = random_request(model, np.random.default_rng(0), 5)
@@ -191,7 +189,7 @@ def test_an_environment_of_the_engine_looks_up_and_scores_without_torchrec(
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_serves(
+def test_a_wheel_environment_names_missing_packages_then_serves(
     built: tuple[Path, Path], one_model: Path, tmp_path: Path
 ) -> None:
     _, wheel = built

@@ -141,7 +141,7 @@ def test_an_example_has_arguments_of_any_type(example: Any) -> None:
         (lambda: check_argument("a", "x" * 1000, int), "a: expected int, got 'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
     ],
 )
-def test_what_is_said(make: Callable[[], Any], said: str) -> None:
+def test_messages_name_the_argument(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
         make()
 

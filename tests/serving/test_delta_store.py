@@ -138,7 +138,7 @@ def test_a_signature_is_there_before_its_delta(url: str, s3: S3, signed_reposito
     assert put == [key_of(url, signature), key_of(url, path)]
 
 
-def test_a_delta_whose_answer_got_lost_is_no_other_s(
+def test_a_delta_whose_response_was_lost_keeps_its_number(
     url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, signed_repository: Path, tmp_path: Path
 ) -> None:
     """The second try finds it there: its signature stays, and it is not published twice."""
@@ -159,7 +159,7 @@ def test_a_delta_whose_answer_got_lost_is_no_other_s(
     assert sorted(path.suffix for path in folder.glob("0*")) == [".safetensors", ".sig"]
 
 
-def test_what_could_not_be_brought_counts_as_never_read(
+def test_a_failed_fetch_counts_as_never_read(
     url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As where a role may list and not read."""
@@ -180,7 +180,7 @@ def test_what_could_not_be_brought_counts_as_never_read(
     assert store.last_read(bundle_lineage) is not None
 
 
-def test_a_delta_is_published_though_nobody_can_ask_for_it_afterwards(
+def test_a_delta_is_published_even_if_it_cannot_be_read_afterwards(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -213,13 +213,13 @@ print("ends", flush=True)
 """
 
 
-def test_a_delta_that_never_comes_holds_up_no_end(tmp_path: Path) -> None:
+def test_a_hanging_fetch_does_not_delay_the_end_of_a_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HANGS, f"file://{tmp_path}/models.deltas"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.stdout, done.returncode) == ("ends\n", 0), done.stderr
 
 
-def test_a_cache_that_is_full_is_said_as_that(
+def test_a_full_cache_is_reported(
     url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -236,7 +236,7 @@ def full(_: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
+def test_deltas_are_fetched_and_removed_as_in_the_store(
     url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -261,7 +261,7 @@ def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
     )
 
 
-def test_a_machine_brings_squashed_deltas_in_place_of_each(
+def test_a_machine_fetches_squashed_deltas_instead_of_single_ones(
     url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
 ) -> None:
     """And one that has them all brings nothing again. Who publishes has each, for rows to be rolled back."""
@@ -310,7 +310,7 @@ def test_a_machine_brings_squashed_deltas_in_place_of_each(
     ]
 
 
-def test_deltas_that_were_pruned_in_the_store_stay_where_a_server_may_be_at_one(
+def test_pruned_deltas_are_kept_while_a_server_may_need_them(
     url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
 ) -> None:
     """Those that were removed there otherwise, or replaced, do not."""
@@ -338,7 +338,7 @@ def test_deltas_that_were_pruned_in_the_store_stay_where_a_server_may_be_at_one(
 
 
 @pytest.mark.parametrize("until", [2, 4])
-def test_a_machine_that_has_squashed_deltas_rolls_back_to_what_is_in_between(
+def test_a_machine_with_squashed_deltas_can_roll_back_to_one_in_between(
     until: int, url: str, machine: Callable[[str], None], tmp_path: Path
 ) -> None:
     """The store has each."""
@@ -356,7 +356,7 @@ def test_a_machine_that_has_squashed_deltas_rolls_back_to_what_is_in_between(
         assert engine.rows("t", ids)[:, 0].tolist() == expected
 
 
-def test_a_server_that_starts_beside_a_pruned_store_has_all(
+def test_a_server_that_starts_beside_a_pruned_store_has_all_deltas(
     url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its cache has each delta, of which the store has no more than what they come to."""
@@ -405,7 +405,7 @@ def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repos
     assert {path.name for path in paths[0].parent.glob("[0-9]*")} == remaining
 
 
-def test_names_that_are_none_and_gaps_are_left_alone(
+def test_objects_with_other_names_are_ignored_and_gaps_are_kept(
     url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -423,7 +423,7 @@ def test_names_that_are_none_and_gaps_are_left_alone(
     assert publish(bundle, url, 4, [3]).stem == "000000000004"
 
 
-def test_a_store_that_cannot_be_reached_is_said_and_nothing_is_lost(
+def test_an_unreachable_store_is_reported_and_nothing_is_lost(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
@@ -437,7 +437,9 @@ def test_a_store_that_cannot_be_reached_is_said_and_nothing_is_lost(
     assert publish(bundle, url, 2, [3]).stem == "000000000002"
 
 
-def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[str], None], tmp_path: Path) -> None:
+def test_commands_that_read_deltas_read_those_of_a_store(
+    url: str, machine: Callable[[str], None], tmp_path: Path
+) -> None:
     """On a machine that has none of them: what changed is compared with them, and they are compacted."""
     model = collection(SUM)
     config = ExportConfig(dtype={"*": WeightDtype.INT8}, serving=ServingSettings(weights_memory="live"))
@@ -472,7 +474,7 @@ def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[s
 @pytest.mark.promise(
     "A server is ready once it has applied all deltas of its store, and continues when the store is unreachable"
 )
-def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
+def test_a_server_applies_deltas_of_its_store_and_outlives_the_store(
     machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url = f"s3://{BUCKET}/models"
@@ -531,7 +533,7 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
         assert metric(server, "tbe_store_read_timestamp_seconds", store=f"{url}.deltas") < down
 
 
-def test_who_never_got_the_deltas_of_a_store_does_not_start_without_it(
+def test_a_server_without_fetched_deltas_does_not_start_without_the_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who knows what there is?"""
@@ -543,7 +545,7 @@ def test_who_never_got_the_deltas_of_a_store_does_not_start_without_it(
     assert (refused.returncode, "cannot be read or written" in refused.stderr) == (1, True)
 
 
-def test_a_store_that_hangs_holds_up_neither_a_start_nor_its_end(
+def test_a_hanging_store_delays_neither_start_nor_stop(
     url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)

@@ -118,7 +118,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, bundle, folder / "captured" / "m.jsonl")
 
 
-def test_an_engine_takes_them(served: Served) -> None:
+def test_an_engine_accepts_dense_inputs_of_every_dtype(served: Served) -> None:
     engine = Engine.open(served.bundle)
     for samples in (0, 1, 7):
         ids, dense = request(samples, samples)
@@ -139,7 +139,7 @@ def test_an_engine_takes_them(served: Served) -> None:
             np.testing.assert_array_equal(numbers, engine.score(ids, dense)[name])
 
 
-def test_what_comes_once_counts_for_all_samples(served: Served) -> None:
+def test_a_shared_input_counts_for_all_samples(served: Served) -> None:
     engine = Engine.open(served.bundle)
     ids, dense = request(4, 6)
     shared = {name: numbers[:1] for name, numbers in dense.items()}
@@ -148,7 +148,7 @@ def test_what_comes_once_counts_for_all_samples(served: Served) -> None:
         np.testing.assert_array_equal(numbers, engine.score(ids, repeated)[name])
 
 
-def test_both_clients_send_them(served: Served) -> None:
+def test_both_clients_send_dense_inputs_of_every_dtype(served: Served) -> None:
     with LookupClient(served.server.grpc, "m", 60) as client:
         assert client.info().dense == INPUTS
         requests = [request(seed, seed % 5 + 1) for seed in range(40)]
@@ -183,7 +183,7 @@ def test_both_clients_send_them(served: Served) -> None:
         ({"price": 1}, "dense input 'price': expected one of 'batch.price', 'relation', 'day', 'new', 'year', 'zone', 'stars'"),
     ],
 )  # fmt: skip
-def test_others_are_refused_by_name(served: Served, change: dict[str, Any], why: str) -> None:
+def test_invalid_dense_inputs_are_refused_by_name(served: Served, change: dict[str, Any], why: str) -> None:
     ids, dense = request(0, 2)
     engine = Engine.open(served.bundle)
     with LookupClient(served.server.grpc, "m", 60) as client:
@@ -192,7 +192,7 @@ def test_others_are_refused_by_name(served: Served, change: dict[str, Any], why:
                 score(ids, {**dense, **change})
 
 
-def test_lines_of_json_have_them(served: Served) -> None:
+def test_json_lines_have_dense_inputs(served: Served) -> None:
     ids, dense = request(9, 2)
     line = json.dumps({"features": ids, "dense": {name: numbers.tolist() for name, numbers in dense.items()}})
     wrong = json.dumps({"features": ids, "dense": {**json.loads(line)["dense"], "relation": [1.0, 2.0]}})
@@ -206,7 +206,7 @@ def test_lines_of_json_have_them(served: Served) -> None:
     assert_right(scores, ids, {**dense, "relation": np.full(2, 2**40 + 1)})
 
 
-def test_captured_requests_keep_them(served: Served) -> None:
+def test_captured_requests_keep_dense_inputs(served: Served) -> None:
     ids, dense = request(77, 4)
     with LookupClient(served.server.grpc, "m", 60) as client:
         client.score(ids, dense)
@@ -232,7 +232,7 @@ def test_inspect_shows_their_dtypes_and_shapes(served: Served) -> None:
 
 
 @pytest.mark.long
-def test_bench_makes_and_checks_requests_of_them(served: Served) -> None:
+def test_bench_makes_and_checks_requests_with_dense_inputs(served: Served) -> None:
     bundle = open_bundle(served.bundle)
     (first, *_) = random_requests(
         bundle.manifest, 4, Distribution(), dict.fromkeys(bundle.manifest.keys, 2.0), scores=True

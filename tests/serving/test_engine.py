@@ -86,7 +86,7 @@ def test_a_data_frame_is_answered_as_its_lists(engine: Engine, make: Any) -> Non
         engine.lookup(make({"day": ["mon"]}))
 
 
-def test_answers_are_numpy_s_over_the_float_tables_within_the_quantization_bound(engine: Engine) -> None:
+def test_answers_are_within_the_quantization_bound_of_the_float_tables(engine: Engine) -> None:
     tables = float_tables(collection(MIXED))
     bags = random_bags(np.random.default_rng(1), MIXED, 200)
     dtypes = {table.name: table.dtype.value for table in engine.bundle.manifest.tables}
@@ -102,7 +102,7 @@ def test_answers_are_numpy_s_over_the_float_tables_within_the_quantization_bound
 
 @pytest.mark.parametrize("dtype", list(WeightDtype))
 @pytest.mark.parametrize("specs", one_in(2, [pytest.param(SUM, id="SUM"), pytest.param(MEAN, id="MEAN")]))
-def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs: tuple[Spec, ...]) -> None:
+def test_every_dtype_answers_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs: tuple[Spec, ...]) -> None:
     specs = tuple(Spec(spec.name, spec.rows, 16, spec.pooling, spec.features) for spec in specs)
     bundle = export_model(collection(specs), tmp_path / "r", "m", ExportConfig(dtype={"*": dtype}))
     bags = random_bags(np.random.default_rng(2), specs, 50)
@@ -123,7 +123,7 @@ class Both(nn.Module):
 
 @pytest.mark.parametrize("strange", [np.nan, np.inf])
 @pytest.mark.parametrize("ranks", one_in(2, [2, 1]))
-def test_a_weight_that_is_no_number_concerns_its_own_bag_alone(tmp_path: Path, strange: float, ranks: int) -> None:
+def test_a_nan_or_infinite_weight_affects_its_own_bag_only(tmp_path: Path, strange: float, ranks: int) -> None:
     """docs/protocol.md promises it."""
     config = ExportConfig(
         id_policy={"a": IdPolicy.ZERO}, sharding=Sharding(ranks=ranks, types={"*": "row_wise"} if ranks > 1 else {})
@@ -195,7 +195,7 @@ def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
 
 @pytest.mark.parametrize("step", [2, -1], ids=["with_gaps", "backwards"])
 @pytest.mark.parametrize("together", [1, 3])
-def test_tensors_that_do_not_lie_side_by_side_are_read_as_they_are(engine: Engine, step: int, together: int) -> None:
+def test_tensors_that_are_not_contiguous_are_read_correctly(engine: Engine, step: int, together: int) -> None:
     request = encode(random_bags(np.random.default_rng(3), MIXED, 4), engine.bundle.manifest.weighted_keys)
 
     def apart(array: Any) -> Any:
@@ -248,13 +248,13 @@ def test_fp16_answers_are_rounded_once(repository: Path) -> None:
         np.testing.assert_allclose(rows, expected, rtol=2**-11 + 1e-5, atol=1e-5)
 
 
-def test_policy_zero_means_the_id_is_not_there(engine: Engine) -> None:
+def test_policy_zero_drops_ids_outside_the_table(engine: Engine) -> None:
     with_bad = {"words": [[1, 1000, 2], [-1], [5, 2**40]]}
     without = {"words": [[1, 2], [], [5]]}
     np.testing.assert_array_equal(engine.lookup(with_bad)["words"], engine.lookup(without)["words"])
 
 
-def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
+def test_a_bag_of_100_000_ids_is_answered(engine: Engine, mixed: Path) -> None:
     bags = {"user_id": [np.random.default_rng(6).integers(0, 500, 100_000).tolist(), [3]]}
     expected = oracle.pool(bundle_reader.exported_table(mixed, "user"), bags["user_id"], "SUM")
     np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
@@ -285,7 +285,7 @@ def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
         engine.lookup({"genres": [[20]]})
 
 
-def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine) -> None:
+def test_requests_of_a_group_fail_separately(engine: Engine) -> None:
     requests: list[dict[str, list[list[int]]]] = [
         {"genres": [[3], [20]]},
         {"genres": [[3, 5], []]},
@@ -307,7 +307,7 @@ def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine)
     assert none.outputs() == []
 
 
-def test_nothing_of_a_refused_lookup_waits_for_the_garbage_collector(engine: Engine) -> None:
+def test_a_refused_lookup_leaves_nothing_to_the_garbage_collector(engine: Engine) -> None:
     with without_collector():
         for _ in range(20):
             with suppress(InvalidRequest):
@@ -354,7 +354,7 @@ except BundleError as error:
 
 
 @pytest.mark.promise("A rank that does not fit into memory is refused by name, and the serving version continues")
-def test_weights_that_cannot_be_mapped_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_mapped_are_refused_with_advice(tmp_path: Path) -> None:
     bundle = export_model(collection((Spec("t", 500_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
     done = subprocess.run(
         [sys.executable, "-c", NO_ADDRESS_SPACE, str(bundle)], capture_output=True, text=True, check=True

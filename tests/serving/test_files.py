@@ -37,7 +37,7 @@ def bundle(published: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_file_is_a_file_of_a_size(tmp_path: Path, kind: Callable[[Path], None]) -> None:
+def test_special_and_endless_files_are_refused(tmp_path: Path, kind: Callable[[Path], None]) -> None:
     with pytest.raises(OSError, match=r"expected a file, got|expected at most|No such device or address"):
         read_file(put(tmp_path / "x", kind))
 
@@ -50,7 +50,7 @@ def test_a_write_without_room_names_the_file(tmp_path: Path, code: int) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_a_link_leads_to_is_a_file_too(tmp_path: Path) -> None:
+def test_a_followed_link_must_lead_to_a_file(tmp_path: Path) -> None:
     assert read_file(put(tmp_path / "x", link), follow=True) == b"{}"
     for device in ("/dev/zero", "/dev/tty", "/dev/stdin"):
         (tmp_path / "d").unlink(missing_ok=True)
@@ -61,7 +61,9 @@ def test_what_a_link_leads_to_is_a_file_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", ["1/manifest.json", "1/model.py", "1/program.pt", "config.pbtxt"])
-def test_commands_on_a_model_end_with_a_word(bundle: Path, name: str, kind: Callable[[Path], None]) -> None:
+def test_commands_on_a_model_end_with_one_line_on_special_files(
+    bundle: Path, name: str, kind: Callable[[Path], None]
+) -> None:
     path = put(bundle.parent / name, kind)
     commands = (
         [app, "configure", bundle.parent] if name == "config.pbtxt" else [export_app, "inspect", bundle],
@@ -74,7 +76,9 @@ def test_commands_on_a_model_end_with_a_word(bundle: Path, name: str, kind: Call
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_publishing_beside_it_and_pruning_end_with_a_word(bundle: Path, kind: Callable[[Path], None]) -> None:
+def test_publishing_and_pruning_do_not_hang_on_other_kinds_of_files(
+    bundle: Path, kind: Callable[[Path], None]
+) -> None:
     shutil.copytree(bundle, bundle.with_name("2"))
     put(bundle / "manifest.json", kind)
     assert [fate.kept_because for fate in prune(bundle.parent, 1, dry_run=True)] == ["among the newest 1", None]
@@ -84,7 +88,9 @@ def test_publishing_beside_it_and_pruning_end_with_a_word(bundle: Path, kind: Ca
 
 
 @pytest.mark.parametrize("kind", [pipe, listener, endless, Path.mkdir], ids=lambda kind: kind.__name__)
-def test_keys_and_captured_requests_are_files(tmp_path: Path, kind: Callable[[Path], None]) -> None:
+def test_special_files_are_refused_as_keys_and_captured_requests(
+    tmp_path: Path, kind: Callable[[Path], None]
+) -> None:
     path = put(tmp_path / "m.jsonl", kind)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         TrustedKeys.read(path)
@@ -97,7 +103,7 @@ def test_keys_and_captured_requests_are_files(tmp_path: Path, kind: Callable[[Pa
             Recorder.of(ServingSettings(capture=str(tmp_path)), "m", lambda _: None, pytest.fail)
 
 
-def test_a_run_file_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_in_place_of_a_run_file_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / f"tbe-serve-{os.getuid()}"
     folder.mkdir(mode=0o700)
@@ -105,7 +111,7 @@ def test_a_run_file_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert find_run_file("127.0.0.1:8000") is None
 
 
-def test_what_an_operator_links_to_is_followed(bundle: Path, tmp_path: Path) -> None:
+def test_links_made_by_an_operator_are_followed(bundle: Path, tmp_path: Path) -> None:
     """A repository, a version, weights on another disk; keys, as Kubernetes mounts them."""
     (tmp_path / "disk").mkdir()
     shutil.move(bundle / "weights.0.bin", tmp_path / "disk" / "w")

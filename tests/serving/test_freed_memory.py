@@ -78,7 +78,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 @pytest.mark.parametrize("malloc", [malloc_environment(), GLIBC], ids=["tcmalloc", "glibc"])
-def test_what_malloc_keeps_beyond_a_bound_is_given_back(malloc: dict[str, str]) -> None:
+def test_freed_memory_beyond_the_limit_is_returned(malloc: dict[str, str]) -> None:
     command = [sys.executable, "-c", _MUCH_IS_FREED]
     said = subprocess.check_output(command, env=os.environ | {"LD_PRELOAD": ""} | malloc, text=True, cwd=ROOT)
     in_use, cached, remaining, left_again = map(int, said.split())

@@ -90,7 +90,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
 
 
 @pytest.mark.parametrize("specs", BOTH)
-def test_what_is_known_is_not_what_is_unknown(specs: Several[Spec]) -> None:
+def test_training_fills_the_id_maps_of_the_oracle(specs: Several[Spec]) -> None:
     """The oracle says something: training has filled maps, and known ids read rows of their own."""
     module: Any = managed(specs)
     for part in module._managed_collision_collection._managed_collision_modules.values():
@@ -100,7 +100,7 @@ def test_what_is_known_is_not_what_is_unknown(specs: Several[Spec]) -> None:
 
 
 @pytest.mark.parametrize("specs", one_in(2, BOTH))
-def test_every_dtype_and_every_command(specs: Several[Spec], tmp_path: Path) -> None:
+def test_raw_ids_are_exported_verified_and_inspected_in_every_dtype(specs: Several[Spec], tmp_path: Path) -> None:
     module = managed(specs)
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}
     bundle = export_model(module, tmp_path / "r", "m", ExportConfig(dtype=dtype))
@@ -124,7 +124,7 @@ def test_weights_of_ids_are_those_that_were_sent(tmp_path: Path) -> None:
     assert all(parity.trained is not None for parity in engine.bundle.manifest.parity)
 
 
-def test_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
+def test_raw_ids_work_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
     """Tables with and without a map read one key: its ids are row numbers of the one without, and raw for the other."""
     specs = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
     module = torch.nn.ModuleDict({"managed": managed(), "own": collection(specs)})
@@ -142,7 +142,7 @@ def test_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
         engine.lookup({"x": [[-1]], "words": [[-1]]})
 
 
-def test_sequences_beside_what_is_pooled(tmp_path: Path) -> None:
+def test_sequences_work_beside_pooled_features(tmp_path: Path) -> None:
     """Tables of both read the same keys, each through a map of its own."""
     module = torch.nn.ModuleDict({"pooled": managed(), "rows": trained(managed(ROWS), seed=9)})
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
@@ -171,7 +171,7 @@ class Ranker(torch.nn.Module):
         return scores + ids if self.remapped else scores
 
 
-def test_scores_of_raw_ids(tmp_path: Path) -> None:
+def test_scores_of_raw_ids_are_those_of_torchrec(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Ranker().eval()
     config = ExportConfig(dtype=FP32.dtype, scores=True, dense_widths={"dense": 5})
@@ -187,7 +187,7 @@ def test_scores_of_raw_ids(tmp_path: Path) -> None:
         export_model(Ranker(remapped=True), tmp_path / "none", "m", config)
 
 
-def test_scores_behind_sequences_without_an_example_are_refused_by_name(tmp_path: Path) -> None:
+def test_scores_of_sequences_without_an_example_are_refused(tmp_path: Path) -> None:
     class Scored(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

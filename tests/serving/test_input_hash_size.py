@@ -135,7 +135,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_what_is_known_is_not_what_is_unknown(divided: bool, tmp_path: Path) -> None:
+def test_known_and_unknown_ids_read_different_rows(divided: bool, tmp_path: Path) -> None:
     """The oracle says something: known ids are off the row of their hash, and the map has no marks of empty rows."""
     module = dealt(3, 100, divided)
     part = remapping(module)
@@ -155,13 +155,13 @@ def test_what_is_known_is_not_what_is_unknown(divided: bool, tmp_path: Path) -> 
     assert not torch.equal(before, right(module, bags(known_ids))["x"])
 
 
-def test_nothing_is_known_before_training(tmp_path: Path) -> None:
+def test_an_untrained_module_answers_like_torchrec(tmp_path: Path) -> None:
     module = undealt().eval()
     assert_right(opened(module, tmp_path).lookup(bags(range(102))), module, bags(range(102)))
 
 
 @pytest.mark.parametrize("divided", one_in(2, [True, False]))
-def test_identities_that_no_id_finds_change_nothing(divided: bool, tmp_path: Path) -> None:
+def test_unreachable_identities_change_no_answer(divided: bool, tmp_path: Path) -> None:
     """A checkpoint of another input_hash_size: TorchRec loads it, and does not find what it has in another bucket."""
     module = dealt(3, 100, divided)
     identities = remapping(module)._hash_zch_identities
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_exported_as_the_module_is(pooling: str, tmp_path: Path)
         export_model(other, tmp_path / "r", "m", checkpoint=checkpoint)
 
 
-def test_every_command(tmp_path: Path) -> None:
+def test_verify_and_inspect_know_input_hash_size(tmp_path: Path) -> None:
     module = dealt()
     bundle = export_model(module, tmp_path / "r", "m")
     manifest = open_bundle(bundle).manifest
@@ -198,7 +198,7 @@ def test_every_command(tmp_path: Path) -> None:
     assert "below the module's input_hash_size" in shown
 
 
-def test_bundles_without_it_do_not_require_it(tmp_path: Path) -> None:
+def test_bundles_without_input_hash_size_do_not_require_it(tmp_path: Path) -> None:
     bundle = export_model(managed(), tmp_path / "r", "m")
     assert open_bundle(bundle).manifest.requires == (Capability.ID_MAPS,)
     assert "input_hash_size" not in (bundle / MANIFEST).read_text()
@@ -251,7 +251,7 @@ def both() -> Any:
     return torch.nn.ModuleDict({"first": dealt(), "second": other})
 
 
-def test_tables_that_take_other_ids_read_one_key(tmp_path: Path) -> None:
+def test_tables_with_different_id_ranges_read_one_key(tmp_path: Path) -> None:
     module = both()
     engine = opened(module, tmp_path)
     manifest = engine.bundle.manifest
@@ -281,7 +281,7 @@ def test_tables_that_take_other_ids_read_one_key(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("pooling", ["SUM", "NONE"])
-def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
+def test_merged_requests_are_answered_like_torchrec(pooling: str, tmp_path: Path) -> None:
     """Requests that come together; those with ids outside hurt nobody, and are counted."""
     module = dealt(pooling=pooling)
     export_model(module, tmp_path / "r", "m", FP32)
@@ -304,7 +304,7 @@ def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_over_hosts(tmp_path: Path) -> None:
+def test_a_router_answers_like_torchrec(tmp_path: Path) -> None:
     module = dealt(4, 101)
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"dealt": "row_wise"})
     router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))

@@ -56,7 +56,7 @@ def assert_answers(address: str, model: str, engine: Engine) -> None:
             np.testing.assert_array_equal(answer[name], rows)
 
 
-def test_clients_send_int32_whatever_they_are_given(tmp_path: Path) -> None:
+def test_clients_send_int32_for_any_input(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m", INT32)
     wide = Engine.open(export_model(collection(SUM), tmp_path / "wide", "m", ExportConfig(id_policy=INT32.id_policy)))
     manifest = open_bundle(bundle).manifest
@@ -110,7 +110,7 @@ def test_a_table_of_more_rows_than_int32_counts_is_refused() -> None:
         plan_model(module, ExportConfig(id_dtype=IdDtype.INT32))
 
 
-def test_the_option(tmp_path: Path) -> None:
+def test_the_id_dtype_option_sets_int32(tmp_path: Path) -> None:
     export = ("model", *TRAINED, "--repository", str(tmp_path / "r"), "--name", "m")
     done = tbe_export(*export, "--id-dtype", "int32")
     assert done.exit_code == 0, done.stderr

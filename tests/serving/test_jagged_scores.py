@@ -83,7 +83,7 @@ def check(engine: Engine, module: Mixed, relative: bool = False, tolerance: floa
         assert list(lookup) == ["sequences"]
 
 
-def test_requests_of_different_lengths_are_scored_alone_and_together(engine: Engine) -> None:
+def test_requests_of_different_lengths_are_scored_alone_and_merged(engine: Engine) -> None:
     check(engine, MODULE)
 
 
@@ -132,7 +132,7 @@ def test_rows_are_answered_only_where_they_are_asked_for(engine: Engine) -> None
     "shared", [["recent"], ["words", "genres"], ["recent", "price"], ["recent", "seen", "words"]]
 )
 @pytest.mark.parametrize("samples", [0, 1, 5])
-def test_what_comes_once_counts_for_each_sample(engine: Engine, shared: list[str], samples: int) -> None:
+def test_shared_features_count_for_each_sample(engine: Engine, shared: list[str], samples: int) -> None:
     random = np.random.default_rng(3)
     bags, dense = random_histories(random, samples)
     user, prices = random_histories(random, 1)
@@ -173,19 +173,19 @@ def test_samples_are_scored_some_at_a_time(engine: Engine, fixed: Engine, monkey
     assert sizes[-3:] == [3, 3, 2]
 
 
-def test_samples_that_meet_are_scored_with_their_own_request(tmp_path: Path) -> None:
+def test_a_model_that_mixes_samples_scores_each_request_by_itself(tmp_path: Path) -> None:
     bundle = with_histories(export_model(MODULE, tmp_path / "r", "m", FP32), Relative(), mixes_samples=True)
     check(Engine.open(bundle), MODULE, relative=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_in_fp16_and_sharded(ranks: int, tmp_path: Path) -> None:
+def test_fp16_and_sharded_models_score_sequences(ranks: int, tmp_path: Path) -> None:
     sharding = Sharding(ranks=ranks, types={"*": "row_wise", "word": "column_wise"})
     config = replace(FP32, output_dtype=OutputDtype.FP16, sharding=sharding)
     check(Engine.open(with_histories(export_model(MODULE, tmp_path / "r", "m", config))), MODULE, tolerance=2e-3)
 
 
-def test_ids_outside_are_zero_rows_and_are_seen_as_they_were_sent(tmp_path: Path) -> None:
+def test_ids_outside_are_zero_rows_and_reach_the_dense_part_unchanged(tmp_path: Path) -> None:
     config = replace(FP32, id_policy={"item": IdPolicy.ZERO, "genre": IdPolicy.ZERO, "word": IdPolicy.ERROR})
     engine = Engine.open(with_histories(export_model(MODULE, tmp_path / "r", "m", config)))
     requests = [random_histories(np.random.default_rng(seed), 3) for seed in range(4)]
@@ -219,7 +219,7 @@ class Firsts(nn.Module):
 OF_RECENT = tuple(JaggedInput(kind, "recent") for kind in (JaggedKind.ROWS, JaggedKind.LENGTHS, JaggedKind.IDS))
 
 
-def test_raw_ids_are_seen_raw_and_read_the_rows_of_their_map(tmp_path: Path) -> None:
+def test_raw_ids_reach_the_dense_part_unmapped(tmp_path: Path) -> None:
     module = OfRaw()
     bundle = export_model(module, tmp_path / "r", "m", FP32)
     with_dense_part(bundle, Firsts(), (), {"sum": (16,), "bits": ()}, say(jagged=OF_RECENT))
@@ -239,7 +239,7 @@ class OfRowsAlone(nn.Module):
         self.rows = sequences()
 
 
-def test_a_model_of_sequences_alone(tmp_path: Path) -> None:
+def test_a_model_of_sequences_alone_is_scored(tmp_path: Path) -> None:
     module = OfRowsAlone()
     bundle = export_model(module, tmp_path / "r", "m", FP32)
     with_dense_part(bundle, Firsts(), (), {"sum": (32,), "bits": ()}, say(jagged=OF_RECENT))
@@ -281,7 +281,7 @@ EVERYTHING = tuple(JaggedInput(kind, key) for key in SEQUENCES for kind in (Jagg
 
 @pytest.mark.parametrize(("ranks", "output"), [(1, OutputDtype.FP32), (3, OutputDtype.FP16)])
 @pytest.mark.parametrize("model", [Mixed, Around, OfRowsAlone])
-def test_one_request_takes_one_call_and_is_answered_as_by_several(
+def test_one_call_answers_a_request_as_several_calls_do(
     model: type[nn.Module], ranks: int, output: OutputDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, and a request without samples, too."""
@@ -321,7 +321,7 @@ class Weighted(nn.Module):
         self.rows = sequences()
 
 
-def test_weights_are_seen_as_they_were_sent(tmp_path: Path) -> None:
+def test_weights_reach_the_dense_part_unchanged(tmp_path: Path) -> None:
     bundle = export_model(Weighted(), tmp_path / "r", "m", FP32)
     jagged = (JaggedInput(JaggedKind.WEIGHTS, "genres"), JaggedInput(JaggedKind.LENGTHS, "genres"))
     engine = Engine.open(with_dense_part(bundle, Weighs(), (), {"score": ()}, say(jagged=jagged)))
@@ -358,7 +358,7 @@ def of_recent(recent: Any, shared: Sequence[str] = ()) -> dict[str, Any]:
     return {"recent": recent, **{name: [[1]] * samples for name in ("user_id", "genres", "seen", "words")}}
 
 
-def test_a_model_takes_exactly_so_many_ids(fixed: Engine) -> None:
+def test_a_model_with_a_fixed_length_is_scored(fixed: Engine) -> None:
     items = MODULE.rows.embeddings["item"].weight.detach().numpy()
     scores = fixed.score(of_recent([[1, 2, 3], [4, 5, 6]]))
     np.testing.assert_array_equal(scores["first"], items[[1, 4]])
@@ -377,7 +377,7 @@ def test_a_model_takes_exactly_so_many_ids(fixed: Engine) -> None:
         ([[1, 2, 3, 4]], ["recent"], "got 4 in sample 0"),
     ],
 )
-def test_others_are_refused_by_key_and_sample(fixed: Engine, recent: Any, shared: Any, why: str) -> None:
+def test_other_lengths_are_refused_by_key_and_sample(fixed: Engine, recent: Any, shared: Any, why: str) -> None:
     expected = f"feature 'recent': expected 3 ids for each sample, the model takes so many, {why}"
     with pytest.raises(InvalidRequest) as refused:
         fixed.score(of_recent(recent, shared), shared=shared)
@@ -413,7 +413,7 @@ def bytes_of(bags: Mapping[str, Any], recent: int = 1) -> int:
     )
 
 
-def test_what_scores_are_made_of_is_limited_for_a_request_and_a_group(engine: Engine) -> None:
+def test_inputs_of_scores_are_limited_for_a_request_and_a_group(engine: Engine) -> None:
     bags, dense = random_histories(np.random.default_rng(4), 6)
     request = accept(engine.schema, tensors_of_request(bags, dense))
     assert request.jagged_bytes == bytes_of(bags)
@@ -448,7 +448,7 @@ class Largest(nn.Module):
         return (embeddings.float().sum(1) + ids.max(),)
 
 
-def test_a_program_that_needs_ids_is_loaded_and_fails_alone_without(tmp_path: Path) -> None:
+def test_a_program_that_needs_ids_fails_only_requests_without_them(tmp_path: Path) -> None:
     bundle = export_model(MODULE, tmp_path / "r", "m", FP32)
     jagged = (JaggedInput(JaggedKind.IDS, "recent"),)
     engine = Engine.open(

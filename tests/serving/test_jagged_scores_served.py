@@ -108,7 +108,7 @@ def test_bench_checks_scores_of_sequences(served: Served) -> None:
 
 
 @pytest.mark.long
-def test_over_hosts_rows_travel(tmp_path: Path) -> None:
+def test_a_router_scores_sequences_of_its_hosts(tmp_path: Path) -> None:
     types = {"item": "row_wise", "word": "column_wise", "user": "table_wise", "genre": "data_parallel"}
     sharding = Sharding(ranks=4, ranks_per_host=2, types=types)
     router = with_histories(export_hosts(tmp_path, MODULE, replace(FP32, sharding=sharding)))
@@ -124,7 +124,7 @@ def test_over_hosts_rows_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_of_a_lost_host_scores_that_need_its_rows_fail_alone_or_are_made_of_zeros(tmp_path: Path) -> None:
+def test_scores_that_need_rows_of_a_lost_host_fail_alone_or_use_zeros(tmp_path: Path) -> None:
     """Rows of `item` are on one host, those of `word` on the other."""
     types = {"item": "table_wise", "word": "table_wise", "user": "data_parallel", "genre": "data_parallel"}
     sharding = Sharding(ranks=2, ranks_per_host=1, types=types)

@@ -71,7 +71,7 @@ def test_a_line_of_triton_is_an_event(line: str, expected: tuple[str, ...]) -> N
     assert (record.levelname, record.name, record.event, record.getMessage()) == expected
 
 
-def test_what_a_model_says_is_about_it() -> None:
+def test_lines_of_a_model_name_it() -> None:
     said: list[str] = []
     about_model(said.append, "refused", "a model/of 2", "17")("feature 'x':\nid 9/3] is outside")
     record: Any = triton_record(f"W{AT[1:]}log.py:1] {json.dumps(said[0])}")
@@ -80,7 +80,7 @@ def test_what_a_model_says_is_about_it() -> None:
     assert record.getMessage() == "feature 'x':\nid 9/3] is outside"
 
 
-def test_what_happens_often_is_logged_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_events_are_logged_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [100.0], list[str]()
     monkeypatch.setattr("serving.log.time.monotonic", lambda: now[0])
     sampled = Sampled(said.append)
@@ -100,21 +100,21 @@ def test_what_happens_often_is_logged_now_and_then(monkeypatch: pytest.MonkeyPat
     assert several == ["256 at once, such as: busy", "512 since the last line, such as: busy"]
 
 
-def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_log_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"absent/x\.log: expected a file that a log can be written to: No such"
     ):
         server_log(tmp_path / "absent" / "x.log")
 
 
-def test_a_reader_that_is_gone_harms_nobody(tmp_path: Path) -> None:
+def test_an_event_after_the_log_was_closed_is_dropped(tmp_path: Path) -> None:
     log = server_log(tmp_path / "log")
     close_log(log)
     log.error("lost")
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_the_page_lists_all_events_and_no_others() -> None:
+def test_the_page_lists_exactly_the_events() -> None:
     root = Path(module.__file__).parent
     code = "".join(path.read_text() for path in root.rglob("*.py"))
     ways = (
@@ -131,7 +131,7 @@ def test_the_page_lists_all_events_and_no_others() -> None:
     assert {match for row in rows for match in re.findall(r"\w+", row)} == events
 
 
-def test_a_problem_is_logged_again_once_it_changed_or_was_solved() -> None:
+def test_a_changed_or_solved_problem_is_logged_again() -> None:
     lines: list[str] = []
     log = LogOnce(lines.append, "known before")
     for problem in ("known before", "a", "a", "b", None, "b"):

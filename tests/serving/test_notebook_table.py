@@ -18,7 +18,7 @@ def cells(html: str) -> list[list[str]]:
     return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows]
 
 
-def test_text_is_escaped_and_rows_beyond_the_most_are_counted() -> None:
+def test_text_is_escaped_and_further_rows_are_counted() -> None:
     html = notebook_table("a <b>", ["x & y"], ([f"<i>{row}"] for row in range(MOST_ROWS + 1_234)))
     assert html.startswith("<p>a &lt;b&gt;</p><table>")
     rows = cells(html)

@@ -56,7 +56,7 @@ def server(bundle: Path) -> Iterator[Running]:
         yield server
 
 
-def test_what_was_exported_says_what_its_rows_are(bundle: Path) -> None:
+def test_the_manifest_names_the_key_of_each_per_id_input_and_output(bundle: Path) -> None:
     manifest = open_bundle(bundle).manifest
     part = manifest.dense_part
     assert part is not None
@@ -93,7 +93,7 @@ def together(engine: Engine, calls: Sequence[Asked], shared: Sequence[Sequence[s
 
 
 @given(st.data())
-def test_what_comes_once_counts_for_each_sample(engine: Engine, data: st.DataObject) -> None:
+def test_shared_features_count_for_each_sample(engine: Engine, data: st.DataObject) -> None:
     """Its numbers come once with it; and its scores are those of the same request with all of it repeated."""
     random = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
     requests, shared, right = [], [], []
@@ -165,7 +165,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_has_other_rows_is_refused_by_name(engine: Engine, server: Running, wrong: str) -> None:
+def test_inputs_with_other_row_counts_are_refused_by_name(engine: Engine, server: Running, wrong: str) -> None:
     """By the engine and the client; and by the server, for another client says nothing of it."""
     bags = {"seen": [[1, 2], [3]], "target": [[4], [5, 6]], "bought_in": [[1, 2], [3]]}
     dense: dict[str, Any] = {
@@ -187,7 +187,7 @@ def test_what_has_other_rows_is_refused_by_name(engine: Engine, server: Running,
         client.score(bags, dense)
 
 
-def test_numbers_come_once_with_their_key_alone(engine: Engine) -> None:
+def test_per_id_numbers_are_shared_only_with_their_key(engine: Engine) -> None:
     bags, dense = ask(np.random.default_rng(5), 3)
     with pytest.raises(InvalidRequest, match=r"^once: 'session.times': has a row for each id of '.*': name that key"):
         engine.score(bags, dense, shared=["session.times"])
@@ -307,7 +307,7 @@ def test_a_published_bundle_is_verified_with_its_example(bundle: Path) -> None:
 
 
 @pytest.mark.long
-def test_over_hosts(tmp_path: Path) -> None:
+def test_a_router_scores_per_id_numbers(tmp_path: Path) -> None:
     types = {"film": "row_wise", "shop": "column_wise"}
     sharding = Sharding(ranks=2, ranks_per_host=1, types=types)
     router = export_hosts(tmp_path, MODULE, replace(EXACT, sharding=sharding, example=example()))

@@ -107,7 +107,7 @@ def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], shared: Sequence[
 
 
 @pytest.mark.parametrize("name", one_in(2, MODELS))
-def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tmp_path: Path) -> None:
+def test_shared_features_are_answered_as_repeated_ones(name: str, tmp_path: Path) -> None:
     """Requests of all kinds, merged: with and without samples, of some keys in any order, which come once or do not."""
     make, config, draw = MODELS[name]
     bundle = export_model(make(), tmp_path / "r", "m", config)
@@ -180,7 +180,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([1, 1, 1, 1, 2], {"shared": ["user_id"]}, None),
     ],
 )  # fmt: skip
-def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, why: str | None, mixed: Path) -> None:
+def test_invalid_shared_features_are_refused(
+    lengths: list[int], parameters: Any, why: str | None, mixed: Path
+) -> None:
     engine = Engine.open(mixed)
     sizes = np.array(lengths, np.int32)
     request = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
@@ -193,7 +195,7 @@ def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, w
         engine.outputs(request)
 
 
-def test_ids_are_named_by_where_they_lie(mixed: Path, tmp_path: Path) -> None:
+def test_errors_name_the_sample_and_position_beside_shared_keys(mixed: Path, tmp_path: Path) -> None:
     engine = Engine.open(mixed)
     bags: dict[str, Bags] = {"user_id": [[1], [2], [3]], "genres": [[4, 5]], "recent": [[1], [2], [10**6]]}
     with pytest.raises(IdsOutside, match=r"feature 'recent': .* got 1000000 for sample 2 \(values\[7\]\)"):
@@ -203,7 +205,7 @@ def test_ids_are_named_by_where_they_lie(mixed: Path, tmp_path: Path) -> None:
         positions.lookup({"user_id": [[1]], "item_id": [[1], [1, 2, 3, 4, 5]]}, shared=["user_id"])
 
 
-def test_limits_count_what_comes_once_once(mixed: Path) -> None:
+def test_limits_count_shared_features_once(mixed: Path) -> None:
     limits = ServingSettings(max_request_ids=8, max_request_samples=3, max_sequence_bytes=4 * 128)
     bags: dict[str, Bags] = {"recent": [[1, 2, 3, 4]], "user_id": [[1], [2], [3]]}
     fits, too_long, too_many = (
@@ -227,7 +229,9 @@ def test_limits_count_what_comes_once_once(mixed: Path) -> None:
         (["nobody"], {"user_id": [[1]]}, "once: 'nobody': expected one of 'user_id'"),
     ],
 )  # fmt: skip
-def test_what_clients_cannot_send_is_refused(shared: Any, features: Any, why: str, mixed: Path) -> None:
+def test_lookups_that_share_invalid_names_or_bags_are_refused(
+    shared: Any, features: Any, why: str, mixed: Path
+) -> None:
     engine = Engine.open(mixed)
     with pytest.raises(InvalidRequest, match=why):
         engine.lookup(features, shared=shared)
@@ -263,9 +267,7 @@ def kjt(strides: Sequence[int], **options: Any) -> KeyedJaggedTensor:
     ],
     ids=["too_many", "the_other", "not_named", "inverse"],
 )
-def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(
-    features: Any, shared: Any, why: str, mixed: Path
-) -> None:
+def test_a_kjt_with_different_batch_sizes_is_refused(features: Any, shared: Any, why: str, mixed: Path) -> None:
     """Else bags would be those of another key."""
     with pytest.raises(InvalidRequest, match=why):
         Engine.open(mixed).lookup(features, shared=shared)
@@ -296,7 +298,7 @@ def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> 
     assert {len(numbers) for numbers in empty.values()} == {0}
 
 
-def test_where_all_ids_are_the_user_s_dense_inputs_say_how_many_samples(tmp_path: Path) -> None:
+def test_dense_inputs_give_the_number_of_samples_if_all_ids_are_shared(tmp_path: Path) -> None:
     module = dlrm_dcn().eval()
     engine = Engine.open(export_model(module, tmp_path / "r", "m", EXACT))
     user, _ = random_request(module, np.random.default_rng(0), 1)

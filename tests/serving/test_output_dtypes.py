@@ -113,7 +113,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, bundle)
 
 
-def test_an_engine_answers_them_alone_merged_and_of_no_sample(served: Served) -> None:
+def test_an_engine_answers_each_dtype_alone_merged_and_for_no_sample(served: Served) -> None:
     with Engine.open(served.bundle) as engine:
         part = engine.bundle.manifest.dense_part
         assert part is not None
@@ -135,7 +135,7 @@ def test_an_engine_answers_them_alone_merged_and_of_no_sample(served: Served) ->
         assert_exact(MODULE, answer, *call(5, 3))  # it shares no memory with the request
 
 
-def test_clients_and_lines_of_json_have_them(served: Served) -> None:
+def test_both_clients_and_json_lines_get_each_output_dtype(served: Served) -> None:
     requests = [call(seed, seed % 5 + 1) for seed in range(20)]
     with LookupClient(served.server.grpc, "m", 60) as client:
         assert {name: str(dtype) for name, dtype in client.info().score_dtypes.items()} == DTYPES
@@ -163,7 +163,7 @@ def test_clients_and_lines_of_json_have_them(served: Served) -> None:
     assert table.returncode == 0, table.stderr
 
 
-def test_any_client_of_the_protocol_has_them(served: Served) -> None:
+def test_any_client_of_the_protocol_gets_each_output_dtype(served: Served) -> None:
     bags, dense = call(3, 4)
     values, lengths = flat(bags)
     inputs = (
@@ -193,7 +193,7 @@ def test_any_client_of_the_protocol_has_them(served: Served) -> None:
 
 
 @pytest.mark.long
-def test_bench_compares_them_and_inspect_shows_them(served: Served) -> None:
+def test_bench_and_inspect_support_each_output_dtype(served: Served) -> None:
     options = ("--bundle", str(served.bundle), "--scores", "--clients", "1", "--seconds", "0.2", "--repeats", "1")
     answered = tbe_serve("bench", "m", "--url", served.server.grpc, *options, "--warm-up", "0", "--check", "1")
     assert answered.returncode == 0, answered.stderr
@@ -204,7 +204,7 @@ def test_bench_compares_them_and_inspect_shows_them(served: Served) -> None:
 
 
 @pytest.mark.long
-def test_a_router_answers_them(tmp_path: Path) -> None:
+def test_a_router_answers_each_output_dtype(tmp_path: Path) -> None:
     config = replace(EXACT, sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}))
     config = replace(config, sharding=replace(config.sharding, hosts_as_models=True))
     router = export_model(MODULE, tmp_path / "r", MODEL, config, example=example())
@@ -213,7 +213,7 @@ def test_a_router_answers_them(tmp_path: Path) -> None:
         assert_exact(MODULE, client.score(bags, dense), bags, dense)
 
 
-def test_clients_can_read_the_scale_that_scores_agree_to(served: Served) -> None:
+def test_the_scale_of_each_score_is_a_metric(served: Served) -> None:
     """docs/protocol.md promises merged scores to 10⁻⁵ of it."""
     part = open_bundle(served.bundle).manifest.dense_part
     assert part is not None

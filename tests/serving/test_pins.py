@@ -109,7 +109,7 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
         ),
     ],
 )
-def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
+def test_disagreeing_packages_are_named_with_the_command_to_run(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], wrong: str, mending: str
 ) -> None:
     versions = {name: version for name, version in (GOOD | changed).items() if version}
@@ -127,13 +127,13 @@ def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
         pytest.param({"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}, id="the second stack"),
     ],
 )
-def test_what_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:
+def test_agreeing_packages_are_accepted(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:
     versions = {name: version for name, version in (GOOD | changed).items() if version}
     monkeypatch.setattr(pins, "installed", lambda: versions)
     pins.check_pins()
 
 
-def test_a_library_that_cannot_be_loaded_is_named_with_the_command_that_replaces_it(
+def test_an_unloadable_library_is_named_with_the_command_to_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As FBGEMM's CUDA build is on a machine without a driver, beside a torch that fits it."""

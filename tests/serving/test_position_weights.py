@@ -105,7 +105,7 @@ def test_every_dtype_is_compared_with_the_module(by_key: bool, tmp_path: Path) -
     assert "·p: ids are weighted by their position in the bag" in tbe_export("inspect", str(bundle)).stdout
 
 
-def test_positions_are_those_of_the_request_where_ids_are_left_out(tmp_path: Path) -> None:
+def test_positions_are_those_of_the_request_where_ids_are_dropped(tmp_path: Path) -> None:
     """As a module would weigh them: before anything is looked up. A bag is as long as it was sent."""
     policies = {"item": IdPolicy.ZERO, "word": IdPolicy.MODULO}
     module = positioned()
@@ -125,7 +125,7 @@ def test_positions_are_those_of_the_request_where_ids_are_left_out(tmp_path: Pat
         engine.lookup({"item_id": [[-1, -1, -1, -1, 3]]})
 
 
-def test_beside_a_collection_whose_ids_carry_weights(tmp_path: Path) -> None:
+def test_position_weights_work_beside_weighted_ids(tmp_path: Path) -> None:
     """What is sent for a key of position weights is not used: the module does not, either."""
     specs = [Spec("own", 40, 8, "SUM", ("x", "recent"))]
     module = torch.nn.ModuleDict({"positioned": positioned(), "own": collection(specs, weighted=True)})
@@ -160,7 +160,7 @@ def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
 
 
 @pytest.mark.long
-def test_served_and_merged(tmp_path: Path) -> None:
+def test_merged_requests_are_answered_like_torchrec(tmp_path: Path) -> None:
     module = positioned()
     export_model(module, tmp_path / "r", "m", FP32)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
@@ -174,7 +174,7 @@ def test_served_and_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_over_hosts(tmp_path: Path) -> None:
+def test_a_router_makes_the_position_weights(tmp_path: Path) -> None:
     """The router makes the weights. Hosts are sent them, as of any weighted table."""
     module = positioned()
     sharding = Sharding(

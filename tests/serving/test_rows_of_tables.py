@@ -52,16 +52,14 @@ def test_rows_are_those_of_the_table_however_it_is_pooled(kind: str, tmp_path: P
         ([1, 3], "table 'word': expected its bags"),
     ],
 )
-def test_a_wrong_request_for_rows_is_refused_by_the_name_of_its_table(
-    lengths: list[int], why: str, tmp_path: Path
-) -> None:
+def test_invalid_lengths_of_a_rows_request_are_refused_by_table(lengths: list[int], why: str, tmp_path: Path) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     tensors = Tensors(None, np.array([1, 2]), np.array(lengths, np.int32), tables=["item", "word"])
     with pytest.raises(InvalidRequest, match=why):
         engine.outputs(tensors)
 
 
-def test_of_a_key_that_several_tables_read_rows_are_of_one(tmp_path: Path) -> None:
+def test_rows_of_a_key_shared_by_tables_are_of_one_table(tmp_path: Path) -> None:
     """An id need be in the other tables no more than a request by features would let it."""
     specs = [Spec("small", 4, 8, "SUM", ("x",)), Spec("large", 90, 12, "SUM", ("x",))]
     module = collection(specs)

@@ -109,7 +109,7 @@ def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: 
         np.testing.assert_array_equal(answer.values, engine.rows(spec.name, [7, 7, 89, 0]))
 
 
-def test_a_bundle_without_sequences_has_the_format_that_it_had(tmp_path: Path) -> None:
+def test_a_bundle_without_sequences_requires_no_sequences(tmp_path: Path) -> None:
     manifest = open_bundle(export_model(collection(), tmp_path / "r", "m")).manifest
     assert {*manifest.requires} - {Capability.NO_PROGRAM} == set()
 
@@ -141,13 +141,13 @@ def test_ids_outside_a_table_are_answered_by_its_policy(ranks: int, tmp_path: Pa
         engine.rows("genre", [3, 20])
 
 
-def test_sequences_of_a_mixed_request_are_named_where_they_are_wrong(tmp_path: Path) -> None:
+def test_an_id_outside_in_a_sequence_is_named_with_its_sample(tmp_path: Path) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     with pytest.raises(IdsOutside, match=r"feature 'words': expected .*, got 1000 for sample 1 \(values\[4\]\)"):
         engine.lookup({"user_id": [[1], [2]], "words": [[5], [6, 1000]]})
 
 
-def test_tables_of_one_name_in_both_collections_are_two(tmp_path: Path) -> None:
+def test_tables_of_one_name_in_two_collections_get_different_names(tmp_path: Path) -> None:
     module = Mixed([Spec("t", 9, 8, "SUM", ("x",))], [Spec("t", 30, 4, "NONE", ("x", "y"))])
     engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
     assert [table.name for table in engine.bundle.manifest.tables] == ["pooled.t", "rows.t"]
@@ -157,7 +157,7 @@ def test_tables_of_one_name_in_both_collections_are_two(tmp_path: Path) -> None:
     assert_rows(answer, module.rows, bags, {"x": "x@rows.t"})
 
 
-def test_scores_of_sequences_without_an_example_are_refused_by_name(tmp_path: Path) -> None:
+def test_scores_of_sequences_without_an_example_are_refused(tmp_path: Path) -> None:
     class Scored(Mixed):
         def forward(self, kjt: Any) -> Any:
             return self.pooled(kjt).values().sum(1, keepdim=True) + self.rows(kjt)["words"].values().sum()
@@ -168,7 +168,7 @@ def test_scores_of_sequences_without_an_example_are_refused_by_name(tmp_path: Pa
         export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))
 
 
-def test_beside_weighted_tables(tmp_path: Path) -> None:
+def test_sequences_work_beside_weighted_tables(tmp_path: Path) -> None:
     """A KJT with weights for all ids: TorchRec's EmbeddingCollection takes no notice of them."""
     module: Any = nn.ModuleDict(
         {"w": collection([Spec("w", 50, 8, "SUM", ("k",))], weighted=True), "ec": sequences()}
@@ -239,7 +239,7 @@ def test_long_sequences_of_several_requests_take_several_calls(tmp_path: Path) -
         pytest.param([], set(), id="none"),
     ],
 )
-def test_nothing_is_looked_up_that_nobody_asked_for(outputs: list[str], looked_up: set[str], tmp_path: Path) -> None:
+def test_unrequested_features_are_not_looked_up(outputs: list[str], looked_up: set[str], tmp_path: Path) -> None:
     engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
     tensors = Tensors(["user_id", "recent"], np.array([1, 2]), np.array([1, 1], np.int32), outputs=outputs)
     batches = merge_all(engine.schema, validate([accept(engine.schema, tensors)]))
@@ -247,7 +247,7 @@ def test_nothing_is_looked_up_that_nobody_asked_for(outputs: list[str], looked_u
     assert engine.outputs(tensors).keys() == set(outputs)
 
 
-def test_an_answer_that_is_too_large_is_refused_before_anything_is_looked_up(tmp_path: Path) -> None:
+def test_a_too_large_answer_is_refused_before_the_lookup(tmp_path: Path) -> None:
     """Rows of `recent` take 32 · 4 bytes. Features that are pooled do not count, nor outputs that nobody wants."""
     bundle = export_model(Mixed(), tmp_path / "r", "m", FP32)
     least = ServingSettings(max_sequence_bytes=10 * 128)

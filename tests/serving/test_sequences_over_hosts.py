@@ -32,7 +32,7 @@ def recording_order(order: list[str], name: str, function: Callable[..., Any]) -
     return called
 
 
-def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_over_hosts_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in one process. Hosts are asked for all batches of a request before one is waited for."""
     module = Mixed()
     sharding = Sharding(
@@ -74,7 +74,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> None:
+def test_requests_that_need_a_lost_host_fail_alone_or_get_zeros(tmp_path: Path) -> None:
     """Rows of `item` are on one host, those of `word` on the other."""
     module = Mixed()
     types = {"item": "table_wise", "word": "table_wise", "user": "data_parallel", "genre": "data_parallel"}

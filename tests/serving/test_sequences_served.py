@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(server, module, bundle)
 
 
-def test_served_and_merged(served: Served) -> None:
+def test_merged_requests_for_sequences_are_served(served: Served) -> None:
     with LookupClient(served.server.grpc, "m", 60) as client:
         info = client.info()
         assert info.sequences == {"recent", "seen", "words"}
@@ -86,7 +86,7 @@ def test_rows_are_served(served: Served) -> None:
         assert client.lookup({"user_id": [1]}).keys() == {"user_id"}
 
 
-def test_the_client_for_asyncio(served: Served) -> None:
+def test_the_async_client_gets_sequences_and_rows(served: Served) -> None:
     async def run() -> None:
         async with AsyncLookupClient(served.server.grpc, "m", 60) as client:
             bags = random_bags(np.random.default_rng(7), SPECS, 3)
@@ -113,7 +113,7 @@ def ask(served: Served, inputs: list[tuple[str, Any]], outputs: list[str] | None
     return {output.name: response.as_numpy(output.name) for output in response.get_response().outputs}
 
 
-def test_any_client_of_the_protocol_gets_the_outputs_that_it_asks_for(served: Served) -> None:
+def test_any_client_of_the_protocol_gets_the_requested_outputs(served: Served) -> None:
     """docs/protocol.md: rows flat, feature-major, in the order asked for."""
     inputs = [("values", row(7, 3, 4, 1, 5, 6, 2)), ("lengths", lens(1, 0, 0, 2, 2, 2))]
     items, words = (served.module.rows.embeddings[name].weight.detach().numpy() for name in ("item", "word"))

@@ -61,7 +61,7 @@ def pulled(url: str, repository: Path, *, follow: bool = False, **options: Any) 
     return list(Mirror(Store(url), repository, pins={}, follow=follow, **options).pull())
 
 
-def test_what_is_pushed_comes_back_as_it_was(url: str, s3: S3, signed_repository: Path, tmp_path: Path) -> None:
+def test_pushed_files_are_fetched_unchanged(url: str, s3: S3, signed_repository: Path, tmp_path: Path) -> None:
     repository = Path(shutil.copytree(signed_repository / "r", tmp_path / "r"))
     (repository / "m" / "warm_up.jsonl").write_text("{}\n")
     before = contents(repository / "m")
@@ -108,7 +108,9 @@ def test_a_command_exports_to_a_store_and_another_brings_it(url: str, tmp_path: 
         (("--only-hosts", "0", "--version", "1"), "expected a folder with --only-hosts or --continue-deltas"),
     ],
 )
-def test_an_export_that_needs_what_is_there_is_refused(url: str, arguments: tuple[str, ...], message: str) -> None:
+def test_an_export_that_needs_existing_files_refuses_a_url(
+    url: str, arguments: tuple[str, ...], message: str
+) -> None:
     said = tbe_export("model", *TRAINED, "--repository", url, "--name", "m", *arguments)
     assert (said.exit_code, message in said.stderr) == (1, True)
 
@@ -141,7 +143,7 @@ def test_python_does_not_make_a_folder_of_a_url(url: str, tmp_path: Path, monkey
 
 
 @pytest.mark.promise("Of two publishers of one version number in a store, one succeeds")
-def test_of_two_publishers_one_gets_the_number(url: str, tmp_path: Path) -> None:
+def test_one_of_two_publishers_gets_the_number(url: str, tmp_path: Path) -> None:
     for number in range(2):
         export_model(collection(SUM, seed=number), tmp_path / str(number), "m")
 
@@ -159,7 +161,7 @@ def test_of_two_publishers_one_gets_the_number(url: str, tmp_path: Path) -> None
     assert contents(tmp_path / "here" / "m" / "1") == contents(tmp_path / str(won) / "m" / "1")
 
 
-def test_a_number_that_is_taken_is_not_given_again(url: str, s3: S3) -> None:
+def test_a_claimed_version_number_is_not_reused(url: str, s3: S3) -> None:
     published(url)
     s3.put(key_of(url, "m/2/manifest.sha256"), b"of a publisher that was killed")
     published(url)
@@ -174,7 +176,7 @@ def test_another_bundle_under_a_number_is_refused(url: str, tmp_path: Path) -> N
 
 
 @pytest.mark.promise("Versions in a store are compared with their digests before they are served")
-def test_a_damaged_object_is_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
+def test_a_damaged_object_is_not_fetched(url: str, s3: S3, tmp_path: Path) -> None:
     published(url)
     key = key_of(url, "m/1/weights.0.bin")
     weights = s3.get(key)
@@ -206,7 +208,7 @@ def test_a_damaged_bundle_is_not_pushed(url: str, tmp_path: Path) -> None:
     assert versions_in(Store(url).names()) == {}
 
 
-def test_settings_of_the_store_stay_unless_they_are_to_be_replaced(url: str, s3: S3, tmp_path: Path) -> None:
+def test_settings_in_the_store_are_kept_unless_replaced(url: str, s3: S3, tmp_path: Path) -> None:
     list(push(exported(tmp_path, instances=2).parent, Store(url)))
     published(url)
     assert b"count: 2" in s3.get(key_of(url, "m/config.pbtxt"))
@@ -232,7 +234,7 @@ def test_a_push_takes_no_release_back(url: str, s3: S3, tmp_path: Path) -> None:
     assert list(push(model, Store(url))) == pushed[2:]
 
 
-def test_settings_that_cannot_be_read_are_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
+def test_unreadable_settings_are_not_fetched(url: str, s3: S3, tmp_path: Path) -> None:
     published(url)
     pulled(url, tmp_path / "here")
     before = contents(tmp_path / "here" / "m")
@@ -245,7 +247,7 @@ def test_settings_that_cannot_be_read_are_not_brought(url: str, s3: S3, tmp_path
     assert contents(tmp_path / "here" / "m") == before
 
 
-def test_odd_names_are_left_alone(url: str, s3: S3, tmp_path: Path) -> None:
+def test_objects_with_other_names_are_ignored(url: str, s3: S3, tmp_path: Path) -> None:
     published(url)
     for name in (
         "",
@@ -270,7 +272,7 @@ def test_odd_names_are_left_alone(url: str, s3: S3, tmp_path: Path) -> None:
         pulled(url, tmp_path / "here")
 
 
-def test_a_folder_of_versions_that_were_brought_is_served_without_the_store(
+def test_fetched_versions_are_served_without_the_store(
     url: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published(url)
@@ -286,9 +288,7 @@ def test_a_folder_of_versions_that_were_brought_is_served_without_the_store(
     assert "cannot be read or written" in str(mirror.problem)
 
 
-def test_what_is_damaged_in_a_store_keeps_no_server_from_what_was_brought_before(
-    url: str, s3: S3, tmp_path: Path
-) -> None:
+def test_a_damaged_object_does_not_stop_fetched_versions(url: str, s3: S3, tmp_path: Path) -> None:
     published(url)
     assert tbe_export("release", f"{url}/m", "1").exit_code == 0
     key = key_of(url, "m/1/weights.0.bin")
@@ -316,7 +316,7 @@ def release_says(model: Path) -> tuple[int, ...]:
     return release.versions
 
 
-def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_belongs_to_one_url(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the store has not would be removed there: models of one's own, or of another store."""
     published(url)
     common: Any = {"pins": {}, "follow": False, "every_s": None, "deltas": None}
@@ -336,7 +336,7 @@ def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("command", ["prune", "verify", "compact", "configure"])
-def test_who_wants_a_folder_says_so_of_a_url(command: str) -> None:
+def test_commands_that_need_a_folder_refuse_a_url(command: str) -> None:
     run = tbe_serve if command == "configure" else tbe_export
     said = run(command, "s3://bucket/models/m", *(("--keep", "1") if command == "prune" else ()))
     assert "got the URL s3://bucket/models/m: `tbe-serve pull` fills a folder" in " ".join(said.stderr.split())
@@ -352,7 +352,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("state", "asked_again"),
     one_in(2, [("whole parts", 2), ("a byte", 4), ("nothing right", 3), ("too much", 4)]),
 )
-def test_what_was_interrupted_goes_on(
+def test_an_interrupted_pull_resumes(
     state: str, asked_again: int, large: Path, url: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list(push(large.parent, Store(url)))
@@ -396,7 +396,9 @@ else:
 
 @pytest.mark.promise("A killed push or pull leaves a whole version or none, and the next one resumes it")
 @pytest.mark.parametrize("way", ["push", "pull"])
-def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp_path: Path) -> None:
+def test_a_killed_push_or_pull_leaves_a_whole_version_or_none(
+    way: str, large: Path, url: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "here"
     if way == "pull":
         list(push(large.parent, Store(url)))
@@ -425,7 +427,7 @@ def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp
     assert contents(folder / "m" / "1") == contents(large)
 
 
-def test_those_who_bring_the_same_wait_for_one(large: Path, url: str, s3: S3, tmp_path: Path) -> None:
+def test_concurrent_pulls_of_a_version_fetch_it_once(large: Path, url: str, s3: S3, tmp_path: Path) -> None:
     list(push(large.parent, Store(url)))
     before = len(s3.requests())
     with ThreadPoolExecutor(4) as pool:
@@ -434,7 +436,7 @@ def test_those_who_bring_the_same_wait_for_one(large: Path, url: str, s3: S3, tm
     assert s3.requests()[before:].count(("GET", key_of(url, "m/1/program.pt"))) == 1
 
 
-def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> None:
+def test_an_exact_pull_removes_versions_missing_in_the_store(url: str, s3: S3, tmp_path: Path) -> None:
     for seed in range(2):
         published(url, seed)
     folder = tmp_path / "here"
@@ -467,7 +469,7 @@ def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> No
         ("manifest.json", b"{}", "manifest.json: "),
     ],
 )
-def test_what_is_damaged_in_a_store_is_not_released(
+def test_damaged_versions_in_a_store_are_not_released(
     url: str, s3: S3, name: str, content: bytes | None, message: str
 ) -> None:
     """`content` is what the object holds; None: as many bytes as before, one of them changed."""
@@ -484,7 +486,7 @@ def test_what_is_damaged_in_a_store_is_not_released(
     assert tbe_export("release", f"{url}/m", "2", "--no-verify").exit_code == 0
 
 
-def test_a_release_says_what_is_brought(url: str, tmp_path: Path) -> None:
+def test_a_release_decides_which_versions_are_fetched(url: str, tmp_path: Path) -> None:
     for seed in range(3):
         published(url, seed)
     assert tbe_export("release", f"{url}/m", "2").stdout == f"{url}/m.release.json: version 2\n"
@@ -495,9 +497,7 @@ def test_a_release_says_what_is_brought(url: str, tmp_path: Path) -> None:
     assert pulled(url, tmp_path / "b") == [("m", 3)]
 
 
-def test_what_is_no_store_or_does_not_answer_is_said(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_or_silent_store_is_reported(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (
         "s3://",
         "http://host/models",

@@ -46,16 +46,16 @@ def run(program: str, *options: str) -> None:
 
 
 @pytest.mark.parametrize("imports", one_in(2, ["import torch, serving", "import serving, torch"]))
-def test_fbgemm_uses_vector_instructions_also_in_a_forked_process(imports: str) -> None:
+def test_fbgemm_uses_vector_instructions_in_a_forked_process(imports: str) -> None:
     run(imports + IN_A_FORKED_PROCESS)
 
 
-def test_it_does_when_export_comes_first_and_no_import_of_ours_warns_that_torchscript_is_deprecated() -> None:
+def test_importing_export_keeps_fast_kernels_and_causes_no_future_warning() -> None:
     """With torch 2.14 that is a FutureWarning, which Python shows to everyone."""
     run("import export.pipeline, serving.engine" + CHECK, "-W", "error::FutureWarning")
 
 
-def test_a_program_that_loads_fbgemm_first_is_warned_once_if_its_kernels_are_slow() -> None:
+def test_a_program_that_loads_fbgemm_first_is_warned_once_of_slow_kernels() -> None:
     run(TOO_LATE)
 
 

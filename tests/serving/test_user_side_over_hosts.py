@@ -18,7 +18,7 @@ from tests.support.servers import at_once, metric
 
 
 @pytest.mark.long
-def test_rankings_through_a_router_get_the_model_s_own_scores(tmp_path: Path) -> None:
+def test_rankings_through_a_router_get_the_models_own_scores(tmp_path: Path) -> None:
     """Some tables are cut over hosts by rows or columns, the history's too."""
     module = meeting(28)
     types = {"*": "row_wise", "t_user_a": "column_wise", "t_item_a": "table_wise"}

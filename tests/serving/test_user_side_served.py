@@ -140,7 +140,7 @@ def server(served: dict[str, Served], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("name", one_in(2, ["sequences", "raw", "positioned"]))
-def test_rankings_of_many_users_at_once_get_the_model_s_own_scores(
+def test_rankings_of_concurrent_users_get_the_models_own_scores(
     name: str, server: Server, served: dict[str, Served]
 ) -> None:
     """In any order, beside requests that share something else, or nothing."""
@@ -168,7 +168,7 @@ def test_rankings_of_many_users_at_once_get_the_model_s_own_scores(
                     np.testing.assert_allclose(answer[output], numbers, rtol=0, atol=1e-5 * np.abs(numbers).max())
 
 
-def test_a_request_that_shares_other_names_is_scored_by_the_whole_dense_part(
+def test_a_request_that_shares_other_names_uses_the_whole_dense_part(
     server: Server, served: dict[str, Served]
 ) -> None:
     model = served["raw"]

@@ -18,9 +18,7 @@ NOISE_BYTES = 256 << 10
 
 @pytest.mark.promise("At 80 % of capacity all answers are right, and memory, descriptors and threads stop growing")
 @pytest.mark.parametrize(("publish", "seconds"), one_in(3, [(fresh, 0.3), (lookups, 0.7), (scores, 0.7)]))
-def test_under_load_all_answers_are_right_and_whatever_grows_stops(
-    publish: Publish, seconds: float, tmp_path: Path
-) -> None:
+def test_answers_are_right_and_growth_stops_under_load(publish: Publish, seconds: float, tmp_path: Path) -> None:
     """Eight clients that wait for their answers: no queue grows with the speed of the machine."""
     settings = ServingSettings(max_busy_ms=60_000)
     with serving(tmp_path, settings, samples=128, pooling_factor=5, publish=publish) as served:
@@ -43,7 +41,7 @@ def test_under_load_all_answers_are_right_and_whatever_grows_stops(
 @pytest.mark.promise(
     "At three times the capacity excess requests are refused as UNAVAILABLE, and the others are answered soon"
 )
-def test_more_load_than_there_is_capacity_is_refused_by_type_and_forgotten(tmp_path: Path) -> None:
+def test_overload_is_refused_by_type_and_recovered_from(tmp_path: Path) -> None:
     """Four hundred wait all the time, for a model that takes at least 4 ms for each: on a slow machine it is worse."""
     settings = ServingSettings(max_busy_ms=BUSY_MS, max_call_ids=CALL_IDS)
     with serving(tmp_path, settings, SAMPLES, POOLING_FACTOR, S_PER_ID) as served:
@@ -65,10 +63,10 @@ def test_more_load_than_there_is_capacity_is_refused_by_type_and_forgotten(tmp_p
         ([3, 3, 3], False),
     ],
 )
-def test_growth_that_stops_is_told_from_growth_that_does_not(numbers: list[int], expected: bool) -> None:
+def test_growth_that_stops_is_distinguished_from_a_leak(numbers: list[int], expected: bool) -> None:
     assert keeps_growing(numbers) is expected
 
 
-def test_growth_is_seen() -> None:
+def test_growth_is_measured_between_the_ends_of_a_run() -> None:
     assert growth([0] * 10 + [7] * 80 + [19] * 10) == 12
     assert growth([3] * 100) == 0

@@ -50,7 +50,7 @@ class Counts(nn.Module):
         (Decided, None),
     ],
 )
-def test_branches_that_the_number_of_samples_decides_are_found(module: type[nn.Module], why: str | None) -> None:
+def test_branches_on_the_number_of_samples_are_found(module: type[nn.Module], why: str | None) -> None:
     """torch.export takes it that there are two samples or more, and follows one branch."""
     program: Any = torch.jit.freeze(torch.jit.script(module().eval()))
     branch = find_branch(program)
@@ -58,7 +58,7 @@ def test_branches_that_the_number_of_samples_decides_are_found(module: type[nn.M
     assert branch is None or branch.startswith(str(why))
 
 
-def test_functions_that_are_one_step_are_named() -> None:
+def test_untraced_functions_of_a_graph_are_named() -> None:
     def unseen(x: Tensor) -> Tensor:
         return x
 

@@ -120,7 +120,7 @@ APART: dict[str, Forward] = {
 }  # fmt: skip
 
 
-def test_what_keeps_samples_apart_is_read_so() -> None:
+def test_operators_that_keep_samples_apart_are_recognized() -> None:
     module = Parts(APART)
     assert mixing_of(module) is None
     assert probe_mixing(partial(run, module, list(APART)), probe(), DenseDtype.FP32, {}) is None
@@ -209,14 +209,14 @@ def test_where_samples_may_meet_is_named(name: str) -> None:
     ],
     ids=["a limit", "borders", "places", "a factor"],
 )
-def test_numbers_of_samples_are_not_the_same_for_all_of_them(forward: Forward) -> None:
+def test_using_the_index_of_a_sample_counts_as_mixing(forward: Forward) -> None:
     """Merged with others, a request's samples have other numbers, whatever 64 samples happen to show."""
     mixed_by = mixing_of(Parts({"numbered": forward}))
     assert mixed_by is not None
     assert mixed_by.startswith("aten.")
 
 
-def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
+def test_mixing_is_reported_with_the_line_of_the_model() -> None:
     class Surges(nn.Module):
         def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
             numbers = functional.relu(dense - 5)
@@ -232,7 +232,7 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     assert mixed_by.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")
 
 
-def test_samples_meet_in_a_buffer_that_changes() -> None:
+def test_a_buffer_that_changes_counts_as_mixing() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

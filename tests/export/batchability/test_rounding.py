@@ -52,7 +52,7 @@ def cancelled(inputs: DenseInputs) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("scores", [gates, towers, cancelled])
-def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_another_order_do_not_count_as_mixing(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) is None
     if scores is towers:
         monkeypatch.setattr(Rounding, "_nudged", {})  # a limit of 1e-5 alone takes it for mixing
@@ -75,11 +75,11 @@ def above(inputs: DenseInputs) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("scores", [centred, by_their_number, above])
-def test_samples_that_meet_are_still_seen(scores: Scores) -> None:
+def test_mixed_samples_are_detected_despite_rounding(scores: Scores) -> None:
     assert probe_mixing(scores, probe(), DenseDtype.FP32, {}) is not None
 
 
-def test_more_than_rounding_is_not_explained() -> None:
+def test_rounding_does_not_explain_larger_differences() -> None:
     """At each size but the smallest, where a sigmoid is 0.5: a change of one part in a thousand."""
     generator = torch.Generator().manual_seed(0)
     for inputs in scaled_probes(probe())[1:]:

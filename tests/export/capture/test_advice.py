@@ -253,7 +253,7 @@ def test_a_refusal_says_what_to_change_and_where(kind: type[Rows], why: str, tmp
 
 
 @pytest.mark.parametrize("kind", one_in(4, dict.fromkeys(advised for _, _, advised in ADVISED)))
-def test_what_is_advised_is_served(kind: type[Rows], tmp_path: Path) -> None:
+def test_a_model_changed_as_advised_is_served(kind: type[Rows], tmp_path: Path) -> None:
     module = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=call_of(kind, bags_of(6)))
     with Engine.open(bundle) as engine, torch.no_grad():

@@ -183,7 +183,7 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
 @pytest.mark.parametrize(
     ("kind", "example", "why"), one_in(3, [pytest.param(*case, id=case[0].__name__) for case in WRONG])
 )
-def test_what_is_otherwise_for_other_requests_is_refused(
+def test_forwards_that_change_with_the_request_are_refused(
     kind: type[Any], example: tuple[Any, ...], why: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_what_is_otherwise_for_other_requests_is_refused(
 @pytest.mark.promise(
     "A forward that changes with the number of ids, over time or with padding is refused at export with its line"
 )
-def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> None:
+def test_a_step_on_a_capped_number_of_ids_prevents_merging(tmp_path: Path) -> None:
     """Whatever the example's samples have: it was read of more ids than the limit alone."""
     torch.manual_seed(0)
     model = Capped().eval()
@@ -232,7 +232,7 @@ class Asking(Rows):
         return sums + 0 * sums.to(torch.float32, copy=True).add_(1)
 
 
-def test_questions_that_change_no_answer_are_no_hindrance(tmp_path: Path) -> None:
+def test_branches_that_change_no_answer_are_served(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Asking().eval()
     bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(keyed(s=SAME),))
@@ -391,7 +391,7 @@ def test_a_model_that_answers_by_its_call_count_is_refused(
 
 @EXAMPLES
 @pytest.mark.parametrize("kind", [Logging, EverySecond])
-def test_a_model_that_counts_its_calls_and_answers_the_same_is_exported(
+def test_a_model_that_counts_calls_without_effect_is_exported(
     kind: type[Scored], example: Any, tmp_path: Path
 ) -> None:
     module, call = kind().eval(), (keyed(**A),)

@@ -56,7 +56,7 @@ def written(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleTy
 
 
 @pytest.mark.parametrize("written", [SIZES, HANDED_ON, LEN_HANDED_ON], indirect=True)
-def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType, tmp_path: Path) -> None:
+def test_sizes_as_python_numbers_are_served_and_patches_are_undone(written: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = written.Ranker().eval()
     before = {**vars(written)}
@@ -71,7 +71,7 @@ def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType
 
 
 @pytest.mark.parametrize("written", one_in(2, [SIZES, LEN_HANDED_ON]), indirect=True)
-def test_a_file_under_several_names_is_put_back_once(
+def test_a_module_imported_under_several_names_is_restored(
     written: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a package has it that imports its parts under short names, too."""
@@ -130,7 +130,7 @@ ONE = "depends on whether there is one sample"
     ),
     indirect=["written"],
 )
-def test_what_is_true_of_some_sizes_alone_is_refused_with_its_line(
+def test_lists_and_branches_depending_on_sizes_are_refused_with_their_line(
     written: ModuleType, tmp_path: Path, why: str
 ) -> None:
     """Whatever the example's happens to be."""

@@ -195,7 +195,7 @@ def drawn(samples: int, seed: int, *, alike: bool) -> dict[str, list[list[int]]]
         ],
     ),
 )
-def test_lengths_that_a_forward_makes_are_those_of_the_request(
+def test_lengths_made_by_a_forward_are_those_of_the_request(
     kind: type[Any], call: Callable[[Bags], tuple[Any, ...]], alike: bool, tmp_path: Path
 ) -> None:
     """Alone and merged: empty, of one sample, longer than the example, differing between keys."""

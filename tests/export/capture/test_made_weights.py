@@ -85,7 +85,7 @@ def call_of(features: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", one_in(2, [AlsoSummed, Beside]))
-def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weighted], tmp_path: Path) -> None:
+def test_weights_in_separate_jagged_tensors_come_from_the_request(kind: type[Weighted], tmp_path: Path) -> None:
     """Alone and merged."""
     module = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=call_of(drawn(6)))
@@ -109,7 +109,7 @@ def test_weights_that_come_beside_ids_are_those_of_the_request(kind: type[Weight
 
 
 @pytest.mark.parametrize("kind", one_in(2, [Swapped, Scaled]))
-def test_weights_that_are_changed_or_of_another_key_are_refused(kind: type[Weighted], tmp_path: Path) -> None:
+def test_changed_weights_and_weights_of_another_key_are_refused(kind: type[Weighted], tmp_path: Path) -> None:
     features = drawn(6)
     features["shop"] = {**features["film"], "values": features["film"]["values"][::-1].copy()}  # the same weights
     with pytest.raises(ModelError, match=r"at .*test_made_weights.py, line "):

@@ -190,7 +190,7 @@ def check(seed: int, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("seed", one_in(3, range(3)))
-def test_what_is_served_is_the_module_s_answer_or_is_refused_by_name(seed: int, tmp_path: Path) -> None:
+def test_random_models_are_served_correctly_or_refused_by_name(seed: int, tmp_path: Path) -> None:
     check(seed, tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_random_models(tmp_path: Path) -> None:
     ("way", "are_equal"),
     one_in(3, [*((way, True) for way in (*TIED, *UNTIED)), (by_rows, False), (by_position, False), (alone, False)]),
 )
-def test_the_key_of_numbers_is_found_in_the_graph_or_unknown(way: Any, are_equal: bool) -> None:
+def test_the_key_of_per_id_numbers_is_found_or_unknown(way: Any, are_equal: bool) -> None:
     """Also where all keys of the example have equal lengths."""
     module = Shop({"carts": way}).eval()
     lengths = drawn(np.random.default_rng(7), 5, are_equal=are_equal)
@@ -242,7 +242,7 @@ class Crossed(Shop):
         (Crossed, False, "it is combined with rows of 'views', and the example has more or fewer of these: requests"),
     ],
 )
-def test_numbers_of_no_one_key_are_refused_with_the_reason(
+def test_numbers_of_more_than_one_key_are_refused_with_the_reason(
     kind: type[Shop], are_equal: bool, why: str, tmp_path: Path
 ) -> None:
     ways = {"carts": by_rows}

@@ -104,9 +104,7 @@ def keyed(bags: dict[str, list[list[int]]]) -> KeyedJaggedTensor:
 
 @pytest.mark.parametrize("example", one_in(2, [None, ((keyed(IDS),),)]), ids=["without an example", "with one"])
 @pytest.mark.parametrize("kind", one_in(3, RANDOM))
-def test_random_numbers_are_refused_by_the_line_that_draws_them(
-    kind: type[Scored], example: Any, tmp_path: Path
-) -> None:
+def test_random_numbers_are_refused_with_their_line(kind: type[Scored], example: Any, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"draws random numbers in eval mode at .*test_outside_reads.py, line \d+: `return"
     ):
@@ -116,7 +114,7 @@ def test_random_numbers_are_refused_by_the_line_that_draws_them(
 
 @pytest.mark.parametrize("example", one_in(2, [None, ((keyed(IDS),),)]), ids=["without an example", "with one"])
 @pytest.mark.parametrize("kind", one_in(2, [SeededPython, SeededNumpy, InTraining]))
-def test_numbers_that_are_the_same_in_each_call_are_served(kind: type[Scored], example: Any, tmp_path: Path) -> None:
+def test_seeded_random_numbers_are_served(kind: type[Scored], example: Any, tmp_path: Path) -> None:
     module = kind().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example)
     with Engine.open(bundle) as engine, torch.no_grad():

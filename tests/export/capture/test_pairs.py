@@ -189,7 +189,7 @@ def compare(path: Path, module: nn.Module) -> None:
     ("make", "same"),
     one_in(4, [*((make, None) for make in SERVED), (joined, 1), (of_jagged_tensors, 3), (of_each_key, 1)]),
 )
-def test_values_and_lengths_of_keys(
+def test_a_kjt_made_of_values_and_lengths_is_served(
     tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor], same: int | None
 ) -> None:
     """Also where an example has one id, or as many, in each sample, and other tensors have such numbers, too."""
@@ -205,7 +205,7 @@ def test_weights_of_each_key_are_those_of_its_feature(
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),)), module)
 
 
-def test_a_key_with_the_lengths_of_another(tmp_path: Path) -> None:
+def test_a_key_with_the_lengths_of_another_key_is_served(tmp_path: Path) -> None:
     module = Making(of_another_key, weighted=False).eval()
 
     def data(samples: int, seed: int) -> Data:
@@ -270,7 +270,7 @@ class Some(nn.Module):
         return self.top(self.rows(keyed)["seen"].to_padded_dense(4).sum(1))  # type: ignore[no-any-return]
 
 
-def test_keys_that_nothing_looks_up_are_not_brought(tmp_path: Path) -> None:
+def test_keys_without_a_lookup_are_not_requested(tmp_path: Path) -> None:
     def of(samples: int, seed: int) -> Data:
         random, result = np.random.default_rng(seed), Data()
         for key in ("visited", "unused", "seen", "target"):
@@ -303,7 +303,7 @@ class Prices(Making):
         return super().forward(data) + prices.to_padded_dense(9).sum(1, keepdim=True)  # type: ignore[no-any-return]
 
 
-def test_numbers_with_lengths_of_a_made_key(tmp_path: Path) -> None:
+def test_numbers_with_the_lengths_of_a_made_key_are_served(tmp_path: Path) -> None:
     module = Prices(joined).eval()
     path = export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),))
     with Engine.open(path) as engine:
@@ -395,7 +395,7 @@ class ChangesLater(Making):
         ],
     ),
 )
-def test_what_a_request_would_not_say_is_refused_by_name(tmp_path: Path, module: nn.Module, said: str) -> None:
+def test_inputs_that_requests_lack_are_refused_by_name(tmp_path: Path, module: nn.Module, said: str) -> None:
     """Though the example has as many in each sample, or the same."""
     data: dict[str, Any] = data_of(6, 0)
     if isinstance(module, Unpaired):
@@ -406,7 +406,7 @@ def test_what_a_request_would_not_say_is_refused_by_name(tmp_path: Path, module:
         export_model(module.eval(), tmp_path / "r", "m", EXACT, example=(data,))
 
 
-def test_one_tensor_in_two_places_of_an_example_is_refused_by_name(tmp_path: Path) -> None:
+def test_one_tensor_in_two_places_of_an_example_is_refused(tmp_path: Path) -> None:
     """Requests bring two, and nobody could tell which of them is used where."""
     data = data_of(6, 0)
     data["label"] = data["words.lengths"]

@@ -148,7 +148,7 @@ RIGHT: list[tuple[type[Rows], Call, dict[str, str], Mapping[str, Sequence[int]],
     ("kind", "call", "numbers", "example", "fixed"),
     one_in(2, [pytest.param(*case, id=case[0].__name__) for case in RIGHT]),
 )
-def test_ambiguous_numbers_are_served(
+def test_ambiguous_per_id_numbers_are_served(
     kind: type[Rows],
     call: Call,
     numbers: Mapping[str, str],
@@ -184,7 +184,7 @@ def request(part: DensePart, bags: Bags, dense: Mapping[str, Any]) -> Any:
     )
 
 
-def test_rows_by_lengths_of_another_key(tmp_path: Path) -> None:
+def test_rows_split_by_the_lengths_of_another_key_are_served(tmp_path: Path) -> None:
     module = OfOtherIds().eval()
 
     def call(bags: Bags) -> tuple[KeyedJaggedTensor]:
@@ -274,7 +274,7 @@ REFUSED: list[tuple[type[Rows], Call, str]] = [
 @pytest.mark.parametrize(
     ("kind", "call", "why"), one_in(2, [pytest.param(*case, id=case[0].__name__) for case in REFUSED])
 )
-def test_what_no_request_could_bring_is_refused_by_name(
+def test_inputs_that_requests_lack_are_refused_by_name(
     kind: type[Rows], call: Call, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=why):

@@ -46,7 +46,7 @@ TABLES = "[tables.a]\nrows = 1000\ndim = 16\n"
         ([*PLANTED, "--max-auc-loss", "0.1"], "--max-auc-loss: expected --labelled with it"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
+def test_invalid_compare_options_are_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
     files = {"T": tmp_path / "t.toml", "N": tmp_path / "n.toml"}
     files["T"].write_text(TABLES)
     files["N"].write_text('item = "id"\n')
@@ -58,7 +58,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str]
 
 
 @pytest.mark.long
-def test_what_does_not_fit_is_said_and_the_rest_is_measured(tmp_path: Path) -> None:
+def test_placements_that_do_not_fit_are_reported_and_the_others_measured(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(TABLES)
     arguments = ["--tables", str(tmp_path / "t.toml"), "--memory-per-rank", "15kB", "--dtype", "int8", "--ranks", "2"]
     chosen = ["--strategy", "data_parallel", "--strategy", "row_wise", "--seconds", "0.01"]
@@ -81,7 +81,7 @@ def test_a_trained_model_is_compared_with_its_own_weights(tmp_path: Path) -> Non
     assert study["tables"]["user"]["dtypes"][2]["largest_error"] > 1e-3  # normal numbers of 1
 
 
-def test_an_option_of_shardings_measures_them_beside_labelled_rows(
+def test_shardings_are_measured_beside_labelled_rows_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: list[StudyOptions | None] = []
@@ -100,7 +100,7 @@ def test_an_option_of_shardings_measures_them_beside_labelled_rows(
     assert options[1].ranks == (2, 4)
 
 
-def test_the_recommended_file_is_taken_and_its_bundle_has_the_auc_that_was_measured(tmp_path: Path) -> None:
+def test_the_recommended_settings_export_a_bundle_with_the_measured_auc(tmp_path: Path) -> None:
     from torchmetrics.functional.classification import binary_auroc
 
     day = write_labelled(tmp_path / "day.parquet", 6000)

@@ -22,7 +22,7 @@ def test_inspect_shows_what_a_bundle_holds(mixed: Path) -> None:
     assert "manifest.json: cannot be read: No such file or directory" in done.stderr
 
 
-def test_each_column_of_a_table_of_errors_is_explained_under_it(tmp_path: Path) -> None:
+def test_each_column_of_a_table_of_errors_is_explained(tmp_path: Path) -> None:
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     lines = [line.rstrip() for line in tbe_export("inspect", str(bundle)).stdout.splitlines()]
     for title in ("largest error of an element of a row", "largest error of a score"):

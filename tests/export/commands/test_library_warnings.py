@@ -31,7 +31,7 @@ def build():
 """
 
 
-def test_what_libraries_warn_of_is_not_shown(tmp_path: Path) -> None:
+def test_library_warnings_are_hidden(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(USERS)
     command = [sys.executable, "-m", "export", "plan", "--model", "theirs:build", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -57,7 +57,7 @@ def fail(): logging.getLogger("library").error("broken")
 """
 
 
-def test_a_library_that_names_a_line_of_the_user_is_a_library(tmp_path: Path) -> None:
+def test_a_library_warning_that_names_a_users_line_is_hidden(tmp_path: Path) -> None:
     warn = library(tmp_path, WARNS)["warn"]
     assert callable(warn)
     with warnings.catch_warnings(record=True) as shown:

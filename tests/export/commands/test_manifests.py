@@ -36,7 +36,7 @@ def options_for(out: Path, *more: str) -> list[str]:
     return ["--out", str(out), "--image", IMAGE, "--claim", "models", *more]
 
 
-def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_base_and_lists_what_it_needs(signed: Path, keys: Path, tmp_path: Path) -> None:
     out = tmp_path / "k8s"
     done = tbe_export("manifests", str(signed), *options_for(out, "--trusted-keys", str(keys / "ours.pem")))
     assert done.exit_code == 0, done.stderr
@@ -52,7 +52,7 @@ def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_
     assert config_map["data"]["trusted.pem"] == (keys / "ours.pem").read_text()
 
 
-def test_a_bundle_that_no_trusted_key_signed_is_not_deployed(signed: Path, keys: Path, tmp_path: Path) -> None:
+def test_a_bundle_without_a_trusted_signature_is_not_deployed(signed: Path, keys: Path, tmp_path: Path) -> None:
     out = tmp_path / "k8s"
     done = tbe_export("manifests", str(signed), *options_for(out, "--trusted-keys", str(keys / "theirs.pem")))
     assert done.exit_code == 1
@@ -66,9 +66,7 @@ def test_a_signed_bundle_that_pods_would_not_check_is_noted(signed: Path, tmp_pa
     assert "note: the bundle is signed, but pods do not check it without --trusted-keys" in done.stdout
 
 
-def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
-    signed: Path, keys: Path, tmp_path: Path
-) -> None:
+def test_settings_changed_after_signing_are_not_deployed(signed: Path, keys: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(signed, tmp_path / "m"))
     (model / "config.pbtxt").write_bytes((model / "config.pbtxt").read_bytes() + b"\n")
     arguments = ["manifests", str(model), *options_for(tmp_path / "k8s", "--trusted-keys", str(keys / "ours.pem"))]
@@ -128,7 +126,7 @@ def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path
 
 
 @pytest.mark.parametrize("option", ["--image", "--out"])
-def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: str) -> None:
+def test_options_without_a_default_are_required(signed: Path, tmp_path: Path, option: str) -> None:
     arguments = options_for(tmp_path / "k8s")
     position = arguments.index(option)
     done = tbe_export("manifests", str(signed), *arguments[:position], *arguments[position + 2 :])
@@ -136,7 +134,7 @@ def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: 
     assert option in done.output
 
 
-def test_pods_of_a_live_model_mount_its_deltas_and_have_room_for_the_copy(tmp_path: Path) -> None:
+def test_pods_of_a_live_model_mount_deltas_and_have_memory_for_the_copy(tmp_path: Path) -> None:
     config = ExportConfig(serving=ServingSettings(weights_memory="live"))
     bundle = export_model(collection(SUM), tmp_path / "r", "m", config)
     out = tmp_path / "k8s"

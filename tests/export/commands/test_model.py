@@ -33,7 +33,7 @@ def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
     assert f"next: tbe-serve run {tmp_path / 'r'}\n" in done.stdout
 
 
-def test_what_is_next_is_a_server_then_a_load_or_a_release(
+def test_the_next_step_printed_is_a_server_a_load_or_a_release(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     bundle = exported(tmp_path)
@@ -64,7 +64,7 @@ def test_what_is_next_is_a_server_then_a_load_or_a_release(
         pytest.param(["--checkpoint", "nowhere.pt"], "--checkpoint nowhere.pt: expected a file, or a folder with", id="checkpoint"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_failed_export_prints_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     trained = () if "--model" in arguments else TRAINED
     done = tbe_export("model", "--repository", str(tmp_path / "r"), "--name", "m", *trained, *arguments)
     assert done.exit_code == 1
@@ -74,7 +74,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: 
     assert not (tmp_path / "r" / "m").exists()
 
 
-def test_a_width_that_the_model_does_not_take_is_refused_by_its_line(tmp_path: Path) -> None:
+def test_a_width_that_the_model_contradicts_is_refused_with_its_line(tmp_path: Path) -> None:
     done = tbe_export(
         *("model", "--model", "tests.support.ranker:ranker", "--repository", str(tmp_path / "r"), "--name", "m"),
         *("--scores", "--dense-width", "user=7"),

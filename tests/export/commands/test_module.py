@@ -49,7 +49,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("broken:build", "expected package.module:function, without arguments: SyntaxError", id="syntax"),
     ],
 )  # fmt: skip
-def test_what_a_users_module_raises_is_told_in_one_line_with_its_place(users: Path, spec: str, said: str) -> None:
+def test_an_error_in_a_users_module_is_one_line_with_its_location(users: Path, spec: str, said: str) -> None:
     done = CliRunner().invoke(tbe_export, ["plan", "--model", spec])
     (line,) = done.stderr.splitlines()
     assert done.exit_code == 1
@@ -59,7 +59,7 @@ def test_what_a_users_module_raises_is_told_in_one_line_with_its_place(users: Pa
 
 @pytest.mark.parametrize("arguments", [["--verbose", "plan"], ["plan", "--verbose"]])
 @pytest.mark.usefixtures("users")
-def test_verbose_shows_how_it_came_there(arguments: list[str]) -> None:
+def test_verbose_shows_the_traceback(arguments: list[str]) -> None:
     done = CliRunner().invoke(tbe_export, [*arguments, "--model", "theirs:raises"])
     assert done.exit_code == 1
     assert 'return x["weight"]' in done.stderr

@@ -55,7 +55,7 @@ def test_a_plan_says_what_a_server_needs_of_memory() -> None:
         assert line.removeprefix(when).split() == " ".join(map(decimal, parts)).replace("bytes", "B").split()
 
 
-def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_accepts_the_json_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = tbe_export(*PLAN, "--sharding", "grid_shard", "--json").stdout
     (tmp_path / "plan.json").write_text(planned)
     done = tbe_export(
@@ -77,7 +77,7 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path, monkeypatch: pyte
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
 
 
-def test_a_router_s_plan_says_who_sends_what_to_whom(tmp_path: Path) -> None:
+def test_a_router_s_plan_shows_its_traffic_with_each_host(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     arguments = (
         *PLAN, "--hosts-as-models", "--router-memory", "11kB", "--memory-per-rank", "1MB", "--network-bandwidth", "10Gb/s",
@@ -127,7 +127,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(("option", "in_file"), [*((option, False) for option in BESIDE), ("--sharding", True)])
-def test_beside_a_plan_nothing_is_set_that_it_says_itself(option: str, in_file: bool, tmp_path: Path) -> None:
+def test_settings_that_a_plan_contains_are_refused_beside_it(option: str, in_file: bool, tmp_path: Path) -> None:
     """Not even to what is the default: somebody would take it to count."""
     options = [option, BESIDE[option]]
     key = "types" if option == "--sharding" else option[2:].replace("-", "_")
@@ -140,7 +140,7 @@ def test_beside_a_plan_nothing_is_set_that_it_says_itself(option: str, in_file: 
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--picture"])
-def test_an_option_that_counts_once_is_not_given_twice(option: str) -> None:
+def test_a_single_option_given_twice_is_refused(option: str) -> None:
     done = tbe_export("plan", *TRAINED, option, "3", option, "4")
     assert done.exit_code == 2
     assert done.stderr == f"tbe-export: Invalid value for '{option}': expected it once, got it twice\n"
@@ -164,7 +164,7 @@ def test_an_option_that_counts_once_is_not_given_twice(option: str) -> None:
         pytest.param(["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read", id="no file"),
     ],
 )  # fmt: skip
-def test_a_plan_that_cannot_be_made_is_said_in_one_line(arguments: list[str], message: str) -> None:
+def test_an_invalid_plan_is_refused_in_one_line(arguments: list[str], message: str) -> None:
     done = tbe_export(*PLAN, *arguments)
     assert done.exit_code == 1
     assert f"tbe-export: {message}" in done.stderr

@@ -48,19 +48,19 @@ verify_weights = false
 
 
 @pytest.mark.parametrize("text", [SETTINGS, NAMES, ""])
-def test_settings_that_are_written_are_read_as_they_were(tmp_path: Path, text: str) -> None:
+def test_written_settings_are_read_back_unchanged(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.toml").write_text(text)
     settings = read_settings(tmp_path / "a.toml")
     (tmp_path / "b.toml").write_text(written_settings(settings))
     assert read_settings(tmp_path / "b.toml") == settings
 
 
-def test_each_option_stands_once() -> None:
+def test_each_option_is_declared_once() -> None:
     keys = [(option.section, option.name) for option in OPTIONS]
     assert len(set(keys)) == len(keys)
 
 
-def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
+def test_options_override_the_settings_file(tmp_path: Path) -> None:
     (tmp_path / "export.toml").write_text(SETTINGS)
     done = tbe_export(
         "model", *TRAINED, "--repository", str(tmp_path / "r"), "--name", "m",
@@ -122,7 +122,7 @@ def test_a_file_that_is_wrong_is_refused_by_key(tmp_path: Path, text: str, messa
         ),
     ],
 )
-def test_what_is_typed_wrong_is_not_the_file_s_fault(
+def test_errors_of_options_do_not_name_the_settings_file(
     tmp_path: Path, text: str, option: list[str], message: str
 ) -> None:
     (tmp_path / "export.toml").write_text(text)
@@ -141,9 +141,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("table", "field"), FIELDS, ids=lambda key: key.strip())
-def test_a_number_in_a_file_is_one_that_can_be_published_or_refused_by_name(
-    table: str, field: str, tmp_path: Path
-) -> None:
+def test_numbers_in_a_settings_file_are_finite_or_refused_by_name(table: str, field: str, tmp_path: Path) -> None:
     path = tmp_path / "export.toml"
     for number in NUMBERS:
         path.write_text(f"{table}{field} = {number}\n")

@@ -79,7 +79,7 @@ def test_verify_needs_the_parity_of_each_table(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_verify_takes_a_model_for_the_version_it_is_to_serve(mixed: Path, tmp_path: Path) -> None:
+def test_verify_of_a_model_checks_the_version_it_serves(mixed: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(mixed.parent, tmp_path / "mixed"))
     (Path(shutil.copytree(model / "1", model / "2")) / "program.pt").write_bytes(b"")
     done = tbe_export("verify", str(model))
@@ -91,7 +91,7 @@ def test_verify_takes_a_model_for_the_version_it_is_to_serve(mixed: Path, tmp_pa
     assert tbe_export("verify", str(model)).exit_code == 0
 
 
-def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_path: Path) -> None:
+def test_verify_with_trained_weights_measures_every_row(mixed: Path, tmp_path: Path) -> None:
     """The numbers are numpy's own, worst row included; weights that have moved on since are noticed."""
     module = collection()
     torch.save(module.state_dict(), tmp_path / "w.pt")
@@ -120,7 +120,7 @@ def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_p
     assert (done.exit_code, json.loads(done.stdout)["ok"]) == (1, False)
 
 
-def test_a_checkpoint_that_holds_nan_is_not_what_was_exported(
+def test_a_checkpoint_with_nan_differs_from_the_exported_one(
     mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the blocks after it are fine."""
@@ -149,7 +149,7 @@ def test_a_path_without_a_bundle_is_named_before_the_model_is_built(tmp_path: Pa
     assert "expected a version that tbe-export made, REPOSITORY/NAME/VERSION" in done.stderr
 
 
-def test_a_model_or_a_version_that_does_not_exist_is_refused_with_the_versions_that_do(mixed: Path) -> None:
+def test_a_model_folder_or_unknown_version_is_refused_with_existing_ones(mixed: Path) -> None:
     for path, expected in (
         (mixed.parent, f"expected a version of this model, such as {mixed}"),
         (mixed.parent / "7", "expected one of versions [1]"),

@@ -92,7 +92,9 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[st
 
 
 @pytest.mark.parametrize("arguments", _LIGHT, ids=" ".join)
-def test_what_needs_no_torch_does_not_import_it(done: dict[tuple[str, ...], Any], arguments: tuple[str, ...]) -> None:
+def test_commands_that_need_no_torch_do_not_import_it(
+    done: dict[tuple[str, ...], Any], arguments: tuple[str, ...]
+) -> None:
     code, exception, stderr, imported = done[arguments]
     assert code == _LIGHT[arguments], stderr
     assert imported == (["jinja2"] if arguments == _WRITING else [])

@@ -49,7 +49,7 @@ def test_an_interval_is_as_wide_as_delong_s(noise: float) -> None:
     assert (loss.high + loss.low) / 2 == pytest.approx(loss.loss)
 
 
-def test_a_loss_below_what_the_rows_can_tell_is_not_certain_to_be_0() -> None:
+def test_a_loss_of_0_keeps_an_interval_set_by_the_number_of_rows() -> None:
     labels = np.arange(40) % 2 == 0
     scores = np.arange(40.0)
     loss = PairedAuc(labels, scores).loss_of(scores * 2)

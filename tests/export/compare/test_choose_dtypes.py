@@ -21,7 +21,7 @@ def options(**losses: float) -> list[TableOption]:
     ]
 
 
-def test_steps_widen_what_gains_most_for_a_byte() -> None:
+def test_steps_widen_the_table_that_gains_most_per_byte() -> None:
     steps = widening_steps(
         {"matters": options(INT4=0.1, INT8=0.001, FP16=0.0), "idle": options(INT4=0.002, INT8=-0.1, FP16=0.0)}
     )
@@ -77,7 +77,7 @@ LIMIT = 0.005
         pytest.param([], 100, None, id="none"),
     ],
 )  # fmt: skip
-def test_the_smallest_that_is_certain_is_chosen(
+def test_the_smallest_bundle_certain_to_keep_the_limit_is_chosen(
     candidates: list[tuple[int, float, float]], size: int, ended_by: int | None
 ) -> None:
     choice = choose([candidate(*numbers) for numbers in reversed(candidates)] + [EXACT], EXACT, LIMIT)
@@ -98,7 +98,7 @@ ABOVE, AROUND, BELOW = (0.006, 0.009), (0.004, 0.009), (0.001, 0.004)
         pytest.param({30: BELOW, 50: ABOVE}, 30, [], id="larger ones do not count"),
     ],
 )
-def test_what_the_held_out_rows_contradict_is_not_chosen(
+def test_a_bundle_that_held_out_rows_contradict_is_not_chosen(
     held_out: dict[int, tuple[float, float]], size: int, contradicted: list[int]
 ) -> None:
     candidates = [candidate(size, 0.001 * (60 - size), 0.004, interval) for size, interval in held_out.items()]
@@ -107,7 +107,7 @@ def test_what_the_held_out_rows_contradict_is_not_chosen(
     assert [bundle.measured.bytes for bundle in choice.contradicted] == contradicted
 
 
-def test_a_larger_bundle_that_was_skipped_takes_the_place_of_a_contradicted_one() -> None:
+def test_a_skipped_larger_bundle_replaces_a_contradicted_one() -> None:
     """It was not tested, because a smaller one with less loss was certain."""
     chosen, skipped = candidate(30, 0.0, 0.004, ABOVE), candidate(50, 0.001, 0.004, BELOW)
     assert choose([chosen, skipped, EXACT], EXACT, LIMIT).best is skipped

@@ -68,7 +68,7 @@ def test_the_recommended_dtype_of_each_table_is_marked(page: Page, study: Any) -
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_charts_can_be_seen_on_a_phone_and_read_without_being_seen(page: Page, report: Path, scheme: Any) -> None:
+def test_charts_fit_a_phone_and_have_text_for_screen_readers(page: Page, report: Path, scheme: Any) -> None:
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": 360, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360

@@ -11,7 +11,7 @@ from export.compare.halves import LEAST_ROWS, split_rows
 
 
 @given(arrays(np.bool_, st.integers(4 * LEAST_ROWS, 300)))
-def test_each_row_is_in_one_half_and_halves_have_as_many_of_each_label(labels: npt.NDArray[np.bool_]) -> None:
+def test_each_row_is_in_one_half_and_labels_are_balanced(labels: npt.NDArray[np.bool_]) -> None:
     choosing, held_out = split_rows(labels)
     ones = int(labels.sum())
     if min(ones, labels.size - ones) < 2 * LEAST_ROWS:
@@ -25,7 +25,7 @@ def test_each_row_is_in_one_half_and_halves_have_as_many_of_each_label(labels: n
 
 
 @pytest.mark.parametrize("period", [2, 3, 5, 7])
-def test_rows_that_alternate_are_in_both_halves(period: int) -> None:
+def test_alternating_rows_are_spread_over_both_halves(period: int) -> None:
     """A file of one click and some rows without a click in turn, or sorted by time."""
     labels = np.arange(4200) % period == 0
     choosing, held_out = split_rows(labels)

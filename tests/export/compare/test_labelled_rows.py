@@ -34,7 +34,7 @@ def batches_of(path: Path, label: str | None = "click", columns: LabelledColumns
     return [*LabelledRows(path, label).open(columns)()]
 
 
-def test_rows_are_read_in_batches_with_the_columns_of_the_model(tmp_path: Path) -> None:
+def test_rows_are_read_in_batches_of_the_models_columns(tmp_path: Path) -> None:
     labels = np.arange(BATCH_ROWS + 100) % 3 == 0
     batches = batches_of(write(tmp_path / "day.parquet", pa.array(labels.astype(np.int8))))
     assert max(batch.labels.size for batch in batches) <= BATCH_ROWS
@@ -45,7 +45,7 @@ def test_rows_are_read_in_batches_with_the_columns_of_the_model(tmp_path: Path) 
     assert batches[0].where.endswith(f"day.parquet: row group 0, rows 0 to {batches[0].labels.size - 1}")
 
 
-def test_the_parquet_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_parquet_files_of_a_folder_are_read_in_order_of_name(tmp_path: Path) -> None:
     (tmp_path / "day").mkdir()
     write(tmp_path / "day" / "1.parquet", [True] * 3)
     write(tmp_path / "day" / "0.parquet", [False] * 2)
@@ -106,7 +106,7 @@ def test_another_label_is_refused_by_its_row(tmp_path: Path, labels: Sequence[An
     assert "day.parquet" in str(refused.value)
 
 
-def test_what_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_unreadable_rows_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no parquet")
     (tmp_path / "empty").mkdir()
     day = write(tmp_path / "day.parquet", [0, 1])

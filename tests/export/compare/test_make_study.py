@@ -98,7 +98,7 @@ def test_ranks_hold_the_bytes_of_their_shards(study: Any) -> None:
                 assert whole <= bytes_held <= 2 * whole  # a scale and a bias for each block of columns
 
 
-def test_mixed_is_what_is_recommended(study: Any) -> None:
+def test_the_mixed_placement_uses_the_recommended_types(study: Any) -> None:
     advice = {name: recommendation["sharding_type"] for name, recommendation in study["recommendations"].items()}
     (mixed,) = (
         placement
@@ -119,7 +119,7 @@ def test_errors_are_those_of_the_dtypes(study: Any) -> None:
         assert dtypes["int8"]["largest_error"] < 0.5 / 255  # rows of normal numbers of 0.05: a range below 0.5
 
 
-def test_the_page_shows_its_numbers_and_says_nothing_to_the_console(page: Page, study: Any) -> None:
+def test_the_page_shows_its_numbers_without_console_errors(page: Page, study: Any) -> None:
     assert json.loads(str(page.text_content("#study"))) == study
     cells = page.eval_on_selector_all("[data-key]", "cells => cells.map(cell => [cell.dataset.key, cell.innerText])")
     assert len(cells) > 8 * len(study["placements"])
@@ -137,7 +137,7 @@ def test_the_page_shows_its_numbers_and_says_nothing_to_the_console(page: Page, 
     assert page.locator("td", has_text="item <b>&").count() >= 1  # a name is text, not markup
 
 
-def test_figures_are_there_and_can_be_read_without_seeing_them(page: Page, report: Path) -> None:
+def test_figures_have_text_for_screen_readers(page: Page, report: Path) -> None:
     pictures = page.eval_on_selector_all("img", "all => all.map(it => [it.id, it.naturalWidth, it.alt])")
     assert [name for name, _, _ in pictures] == ["latency", "memory", "traffic", "errors"]
     for name, width, alt in pictures:
@@ -146,7 +146,7 @@ def test_figures_are_there_and_can_be_read_without_seeing_them(page: Page, repor
         assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_phone_shows_all_of_it_and_paper_too(page: Page) -> None:
+def test_the_page_fits_phones_and_paper(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 800})
     page.wait_for_function("document.querySelectorAll('.cut').length == 3")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -183,7 +183,7 @@ def test_a_number_of_bytes_stays_in_one_line(page: Page) -> None:
     assert "0\N{NO-BREAK SPACE}B" in text
 
 
-def test_a_table_that_is_shown_whole_has_no_cue(page: Page) -> None:
+def test_a_table_shown_in_full_has_no_scroll_cue(page: Page) -> None:
     page.set_viewport_size({"width": 1100, "height": 900})
     page.wait_for_function("document.querySelectorAll('.cut').length == 0")
     assert page.evaluate(CUES) == [[False, False]] * 3
@@ -228,7 +228,7 @@ def placed(strategy: str, low: float, median: float, high: float, error: str | N
         ),
     ],
 )
-def test_no_more_is_recommended_than_was_measured(
+def test_recommendations_follow_the_measured_placements(
     study: Any, placements: list[Placement], fastest: list[str], said: str
 ) -> None:
     from export.compare.page import findings

@@ -59,7 +59,7 @@ def study(day: Path) -> DtypeStudy:
     return measured(day, dtypes=[*WeightDtype])
 
 
-def test_the_table_that_matters_stays_wide_and_the_other_is_shrunk(study: DtypeStudy) -> None:
+def test_the_table_that_matters_keeps_a_wide_dtype(study: DtypeStudy) -> None:
     assert study.recommended.dtypes == {"matters": "int8", "idle": "int2"}
     assert study.recommended.measured.bytes == ROWS * (8 + 4) + ROWS * (2 + 4)
     assert study.recommended.measured.auc.high <= LIMIT
@@ -102,7 +102,7 @@ def test_figures_are_those_of_exported_bundles(study: DtypeStudy, day: Path, tmp
         assert result.auc.loss == study.choosing.trained_auc - result.auc.auc
 
 
-def test_few_rows_recommend_nothing_narrower_than_they_can_tell(tmp_path: Path) -> None:
+def test_few_rows_recommend_no_dtype_below_their_resolution(tmp_path: Path) -> None:
     few = measured(write_labelled(tmp_path / "few.parquet", 90), max_auc_loss=0.0005)
     assert set(few.recommended.dtypes.values()) == {"fp32"}
     assert few.reason.startswith("no smaller bundle is certain to")
@@ -121,7 +121,7 @@ def scores_of_ids(dtype: WeightDtype, folder: Path) -> npt.NDArray[np.float64]:
     return np.asarray(Engine.open(bundle).score(ids)["scores"], np.float64).reshape(-1)
 
 
-def test_a_dtype_that_is_only_good_for_the_rows_that_chose_it_is_not_recommended(tmp_path: Path) -> None:
+def test_a_dtype_that_held_out_rows_contradict_is_not_recommended(tmp_path: Path) -> None:
     """In the rows that choose, labels follow the scores of INT4: its loss is negative there, and large elsewhere."""
     random = np.random.default_rng(0)
     labels = np.arange(6000) % 2 == 0
@@ -148,7 +148,7 @@ def test_a_dtype_that_is_only_good_for_the_rows_that_chose_it_is_not_recommended
     assert "so does a smaller bundle, which the held-out rows contradict" in study.reason
 
 
-def test_of_several_outputs_one_is_named(day: Path) -> None:
+def test_one_of_several_outputs_must_be_named(day: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"output: expected one of the outputs .* 'click' \[\], 'distance' \[\]"
     ):
@@ -188,7 +188,7 @@ def test_an_id_outside_of_a_table_is_refused_by_its_file_and_row(tmp_path: Path)
         measured(path)
 
 
-def test_nulls_are_refused_or_read_as_no_ids(tmp_path: Path) -> None:
+def test_nulls_are_refused_or_read_as_empty_bags(tmp_path: Path) -> None:
     """The same answers as from a file whose lists are empty."""
     path = write_labelled(tmp_path / "day.parquet", 900)
     table = pq.read_table(path)
@@ -248,7 +248,7 @@ def whole_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
         ),
     ],
 )
-def test_scores_are_those_of_a_bundle_with_a_dtype_for_each_table(make: Any, tmp_path: Path) -> None:
+def test_scores_with_mixed_dtypes_are_those_of_an_exported_bundle(make: Any, tmp_path: Path) -> None:
     module, changes = make()
     ready = prepared(module, **changes)
     assert ready.scored is not None

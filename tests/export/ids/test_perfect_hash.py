@@ -21,7 +21,7 @@ def rows_of(ids: Numbers, rows: Numbers, queried: Numbers) -> list[int]:
 
 
 @given(ids=st.lists(INT64, unique=True, max_size=300), absent_ids=st.lists(INT64, max_size=20))
-def test_every_id_and_no_other(ids: list[int], absent_ids: list[int]) -> None:
+def test_exactly_the_known_ids_are_found(ids: list[int], absent_ids: list[int]) -> None:
     rows = {id_: number for number, id_ in enumerate(ids)}
     queried = [*ids, *absent_ids, 0, -1, 2**63 - 1]
     answer = rows_of(np.array(ids, np.int64), np.arange(len(ids)), np.array(queried, np.int64))
@@ -29,14 +29,14 @@ def test_every_id_and_no_other(ids: list[int], absent_ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2**32, 3**20, 2**44])
-def test_many_ids_in_a_pattern(step: int) -> None:
+def test_evenly_spaced_ids_are_found(step: int) -> None:
     ids = np.arange(-50_000, 50_000) * step
     rows = np.random.default_rng(0).permutation(ids.size)
     assert rows_of(ids, rows, ids) == rows.tolist()
     assert max(rows_of(ids, rows, ids + 1 if step > 1 else ids + 10**6)) == -1
 
 
-def test_it_is_the_same_each_time() -> None:
+def test_the_map_is_deterministic() -> None:
     ids, rows = np.arange(1000) ** 5, np.arange(1000)
     one, two = perfect_hash(ids, rows), perfect_hash(ids, rows)
     np.testing.assert_array_equal(one.seeds, two.seeds)

@@ -24,7 +24,7 @@ def check(model: Path, *, insecure: bool = False) -> None:
     check_addresses(read_fleet(model / "1", OPTIONS), None, insecure=insecure)
 
 
-def test_the_command_that_is_shown_sets_what_is_expected(configured: Path) -> None:
+def test_the_printed_command_sets_the_expected_addresses(configured: Path) -> None:
     check(configured)
     addresses = settings_of(read_config(configured)).hosts
     assert addresses == {"0": "dns:///movies-v2-host-0:8001", "1": "dns:///movies-v2-host-1:8001"}
@@ -35,7 +35,7 @@ def test_the_command_that_is_shown_sets_what_is_expected(configured: Path) -> No
 @pytest.mark.parametrize(
     "address", ["movies-v2-host-0:8001", "dns:///movies-v2-host-0.prod.svc.cluster.local:8001"], ids=str
 )
-def test_a_longer_name_of_the_service_does_as_well(configured: Path, address: str) -> None:
+def test_other_forms_of_the_service_name_are_accepted(configured: Path, address: str) -> None:
     change(configured, hosts={"0": address, "1": "dns:///movies-v2-host-1:8001"})
     check(configured)
 
@@ -59,7 +59,7 @@ def test_a_longer_name_of_the_service_does_as_well(configured: Path, address: st
     ],
     ids=str,
 )
-def test_other_settings_are_refused_with_the_command_that_mends_them(
+def test_contradicting_settings_are_refused_with_the_command_to_run(
     configured: Path, settings: dict[str, Any], said: str
 ) -> None:
     change(configured, **settings)
@@ -82,5 +82,5 @@ def test_signed_settings_are_signed_again(configured: Path) -> None:
         check(configured)
 
 
-def test_a_model_without_hosts_has_none_to_name(repository: Path) -> None:
+def test_a_model_without_hosts_needs_no_host_addresses(repository: Path) -> None:
     check(repository / "m")

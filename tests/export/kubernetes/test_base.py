@@ -12,7 +12,7 @@ from tests.export.kubernetes.conftest import OPTIONS, options_for
 from tests.support.commands import tbe_export
 
 
-def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, tmp_path: Path) -> None:
+def test_a_later_base_replaces_only_an_earlier_one(published: Path, tmp_path: Path) -> None:
     folder = tmp_path / "k8s"
     router, model = (read_fleet(published / name / "1", OPTIONS) for name in ("Movies_V2", "m"))
     write_base(folder, router, base_files(router, OPTIONS))
@@ -28,7 +28,7 @@ def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, 
         write_base(tmp_path / "other", model, base_files(model, OPTIONS))
 
 
-def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp_path: Path) -> None:
+def test_changed_options_of_a_later_run_are_reported(configured: Path, tmp_path: Path) -> None:
     """Pods would be fewer, and unsigned bundles served, without a word."""
     out = tmp_path / "k8s"
 

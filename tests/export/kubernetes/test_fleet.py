@@ -28,7 +28,7 @@ def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
     assert (fleet.front.replicas, [host.replicas for host in fleet.hosts]) == (3, [2, 2])
 
 
-def test_a_model_without_hosts_is_all_there_is(published: Path) -> None:
+def test_the_fleet_of_a_model_without_hosts_is_the_model_alone(published: Path) -> None:
     fleet = read_fleet(published / "m" / "1", OPTIONS, name="scores")
     assert (fleet.name, fleet.front.model, fleet.hosts) == ("scores", "m", ())
 
@@ -47,7 +47,7 @@ def configure(model: Path, settings: ServingSettings) -> None:
         (ServingSettings(instances=3, threads=2, score_threads=4), 2),
     ],
 )
-def test_processes_and_their_cores_are_those_of_the_settings(
+def test_processes_and_cores_follow_from_the_settings(
     settings: ServingSettings, cores: int, repository: Path
 ) -> None:
     configure(repository / "m", settings)
@@ -55,7 +55,7 @@ def test_processes_and_their_cores_are_those_of_the_settings(
     assert (front.instances, front.cores) == (3, cores)
 
 
-def test_locked_weights_are_refused_since_a_pod_may_not_lock_them(repository: Path) -> None:
+def test_locked_weights_are_refused_because_pods_may_not_lock_memory(repository: Path) -> None:
     configure(repository / "m", ServingSettings(weights_memory="locked"))
     with pytest.raises(
         ConfigurationError, match="weights-memory: expected 'mapped', 'huge' or 'live' in pods, got 'locked'"
@@ -63,7 +63,7 @@ def test_locked_weights_are_refused_since_a_pod_may_not_lock_them(repository: Pa
         read_fleet(repository / "m" / "1", OPTIONS)
 
 
-def test_weights_on_huge_pages_take_whole_ones(repository: Path) -> None:
+def test_weights_on_huge_pages_are_rounded_up_to_whole_pages(repository: Path) -> None:
     configure(repository / "m", ServingSettings(weights_memory="huge"))
     front = read_fleet(repository / "m" / "1", OPTIONS).front
     assert front.weights_bytes < front.huge_bytes == HUGE_PAGE
@@ -81,7 +81,7 @@ def test_a_host_s_own_bundle_is_not_deployed(published: Path) -> None:
         read_fleet(published / "Movies_V2-host-1" / "1", OPTIONS)
 
 
-def test_a_host_whose_bundle_is_missing_is_refused(repository: Path) -> None:
+def test_a_host_without_its_bundle_is_refused(repository: Path) -> None:
     shutil.rmtree(repository / "Movies_V2-host-1" / "1")
     with pytest.raises(BundleError, match=f"Movies_V2-host-1/1/{MANIFEST}: cannot be read"):
         read_fleet(repository / "Movies_V2" / "1", OPTIONS)
@@ -109,7 +109,7 @@ def test_replicas_of_no_host_are_refused(published: Path) -> None:
         read_fleet(published / "Movies_V2" / "1", replace(OPTIONS, replicas_of={2: 3}))
 
 
-def test_threads_of_scores_have_cores_where_there_are_scores(tmp_path: Path) -> None:
+def test_score_threads_have_cores_where_a_model_scores(tmp_path: Path) -> None:
     export_model(dlrm(), tmp_path / "r", "m", EXACT)
     for settings, cores in (
         (ServingSettings(threads=2, score_threads=4), 4),
@@ -151,7 +151,7 @@ def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, insta
 
 @pytest.mark.parametrize(("weights_gib", "instances"), [(0, 1), (10, 1), (30, 1), (100, 2), (500, 4)])
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_server_with_that_limit_keeps_its_weights_in_memory(
+def test_a_server_with_the_memory_limit_keeps_its_weights_in_memory(
     weights_gib: int, instances: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_bytes = member(weights_gib, instances).memory.limit_bytes

@@ -40,7 +40,7 @@ def test_a_name_of_two_models_is_refused_by_both() -> None:
     check_names(["movies"], ["movies-2"])
 
 
-def test_a_name_that_is_too_long_for_a_stateful_set_is_refused() -> None:
+def test_a_name_too_long_for_a_stateful_set_is_refused() -> None:
     check_names(["a" * 52], [])
     with pytest.raises(ConfigurationError, match="expected at most 52 letters, got 53"):
         check_names(["a" * 53], [])

@@ -89,7 +89,7 @@ def test_kubernetes_takes_every_object(fleet: Fleet, options: ManifestOptions, v
             kubernetes_validate.validate(object_, version, strict=True)
 
 
-def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, options: ManifestOptions) -> None:
+def test_volumes_match_mounts_and_containers_are_restricted(fleet: Fleet, options: ManifestOptions) -> None:
     config_maps = objects(fleet, options, "ConfigMap").keys()
     for pod in pods(fleet, options).values():
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
@@ -156,7 +156,7 @@ def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:
         assert stateful_set["spec"]["serviceName"] == name
 
 
-def test_routers_alone_reach_hosts_and_hosts_reach_nobody(published: Path) -> None:
+def test_only_routers_reach_hosts_and_hosts_reach_nothing(published: Path) -> None:
     fleet = router(published)
     policies = {name: policy["spec"] for name, policy in objects(fleet, kind="NetworkPolicy").items()}
     labels = {name: pod["metadata"]["labels"] for name, pod in pods(fleet).items()}
@@ -208,7 +208,7 @@ def test_a_server_has_options_that_exist_and_probes_that_start_nothing(
             assert "exec" not in server[probe]
 
 
-def test_a_pod_has_time_to_drain_and_to_answer_what_it_accepted(fleet: Fleet) -> None:
+def test_a_pod_has_time_to_drain(fleet: Fleet) -> None:
     for pod in pods(fleet).values():
         server = server_of(pod)
         (drain_s,) = (int(arg.partition("=")[2]) for arg in server["args"] if arg.startswith("--drain-s="))
@@ -268,7 +268,7 @@ def test_hosts_ask_for_a_certificate_which_routers_have(published: Path) -> None
         assert ("--tls-client-ca=/tls/ca.crt" in server_of(pod)["args"]) == (name != "movies-v2")
 
 
-def test_pods_are_as_many_as_cores_or_the_wait_of_requests_ask_for(published: Path) -> None:
+def test_pods_scale_on_cpu_use_and_optionally_on_queue_time(published: Path) -> None:
     fleet = router(published)
 
     def metrics(options: ManifestOptions) -> list[str]:

@@ -27,7 +27,7 @@ def children(process: int) -> set[str]:
     return {child for thread in threads for child in (thread / "children").read_text().split()}
 
 
-def test_it_is_started_before_rows_are_stored_and_ends_with_the_export(tmp_path: Path) -> None:
+def test_the_process_starts_before_storing_rows_and_ends_with_the_export(tmp_path: Path) -> None:
     before = children(os.getpid())
     started: list[set[str]] = []
 
@@ -83,7 +83,7 @@ export_model(collection(), sys.argv[1], "m", progress=wait)
 
 
 @pytest.mark.long
-def test_it_ends_with_an_export_that_is_killed(tmp_path: Path) -> None:
+def test_the_process_ends_when_the_export_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT_AND_WAIT, str(tmp_path / "r")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as export:
         assert export.stdout is not None

@@ -31,7 +31,7 @@ def corrupt_codes(table: str, start: int, rows: torch.Tensor, dtype: WeightDtype
     return stored
 
 
-def test_a_limit_with_a_dtype_is_a_gate_and_without_one_a_choice(tmp_path: Path) -> None:
+def test_an_error_limit_refuses_a_given_dtype_and_chooses_one_otherwise(tmp_path: Path) -> None:
     config = ExportConfig(max_error={"user": 3e-3}, dtype={"item": WeightDtype.INT4})
     tables = open_bundle(export_model(collection(), tmp_path / "r", "m", config)).manifest.tables
     assert [table.dtype.value for table in tables] == ["FP16", "INT4", "INT8", "INT8"]
@@ -41,17 +41,13 @@ def test_a_limit_with_a_dtype_is_a_gate_and_without_one_a_choice(tmp_path: Path)
         )
 
 
-def test_a_quantizer_that_is_wrong_in_one_code_fails_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quantizer_wrong_in_one_code_fails_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_files, "quantize", corrupt_codes)
     with pytest.raises(ParityError, match="table 'genre': row 7 moved further than rounding explains"):
         export_model(collection(), tmp_path / "r", "m")
 
 
-def test_a_program_that_is_wrong_for_one_table_fails_the_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_wrong_for_one_table_fails_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_wrongly(manifest: Any) -> Any:
         program: Any = compile_program(manifest)
         program.tbe.weights_offsets[3] += 1  # the first byte of `genre`

@@ -12,7 +12,7 @@ from serving.engine import Engine
 from tests.support.wrapped_collections import pooled
 
 
-def test_numbers_at_the_end_of_fp32_are_stored_and_answered_as_torchrec_does(tmp_path: Path) -> None:
+def test_the_largest_fp32_numbers_are_answered_as_torchrec_does(tmp_path: Path) -> None:
     module = pooled()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -24,7 +24,7 @@ def test_numbers_at_the_end_of_fp32_are_stored_and_answered_as_torchrec_does(tmp
         np.testing.assert_array_equal(rows, expected[name].detach().numpy())
 
 
-def test_fp16_answers_that_can_be_infinite_are_said(tmp_path: Path) -> None:
+def test_possibly_infinite_fp16_answers_are_noted(tmp_path: Path) -> None:
     module = pooled()
     with torch.no_grad():
         module.embedding_bags["b"].weight[3, 2] = 30_000.0

@@ -26,7 +26,7 @@ class HashesSecretly(Around):
         return self.ebc(kjt)
 
 
-def test_the_trained_module_itself_is_what_answers_are_compared_with(tmp_path: Path) -> None:
+def test_answers_are_compared_with_the_trained_module_itself(tmp_path: Path) -> None:
     """As TorchRec runs it; what could not be run is not said to agree."""
     mean = pooled("w", weighted=True, pooling=PoolingType.MEAN)
     bundle = export_model(nn.ModuleDict({"a": pooled(), "mean": mean}), tmp_path / "r", "m")
@@ -38,7 +38,7 @@ def test_the_trained_module_itself_is_what_answers_are_compared_with(tmp_path: P
     assert by_table["w"] is None
 
 
-def test_an_error_of_an_answer_is_that_of_one_element_of_a_row(tmp_path: Path) -> None:
+def test_the_error_of_an_answer_is_that_of_a_single_element(tmp_path: Path) -> None:
     """However long a bag is, and whatever its weights are: `trained` can be compared with `limit`."""
     module = nn.ModuleList([pooled(), pooled("w", weighted=True)])
     config = ExportConfig(dtype={"*": WeightDtype.INT4})
@@ -48,7 +48,7 @@ def test_an_error_of_an_answer_is_that_of_one_element_of_a_row(tmp_path: Path) -
         assert parity.sharded.largest < 1e-6
 
 
-def test_ids_that_are_changed_where_nobody_can_follow_show_when_the_module_is_run(tmp_path: Path) -> None:
+def test_untraceable_changes_of_ids_are_found_by_running_the_module(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match=r"table 'a': the trained module answers differently for feature 'fa'"):
         export_model(HashesSecretly(), tmp_path / "r", "m")
     assert list((tmp_path / "r").iterdir()) == []

@@ -87,7 +87,7 @@ def labelled(folder: Path) -> Path:
         pytest.param(moved(pooled).half(), lambda: pooled().half(), TABLES, None, False, id="half"),
     ],
 )
-def test_a_model_with_a_checkpoint_has_the_parity_of_a_model_with_its_weights(
+def test_a_checkpoint_gives_the_same_parity_as_the_trained_module(
     tmp_path: Path,
     trained: nn.Module,
     build: Callable[[], nn.Module],
@@ -150,7 +150,7 @@ def test_verify_measures_what_an_export_could_not(tmp_path: Path) -> None:
     assert is_measured(amended) == {False}
 
 
-def test_scores_are_as_large_where_the_model_is_not_run(tmp_path: Path) -> None:
+def test_the_scale_of_scores_is_the_same_without_running_the_model(tmp_path: Path) -> None:
     """They are made of the rows that are served, not of random embeddings."""
     torch.save(moved(ranker).state_dict(), tmp_path / "saved")
     exact = replace(SCORES, dtype={"*": WeightDtype.FP32})
@@ -179,7 +179,7 @@ def test_labels_need_a_model_with_scores(tmp_path: Path) -> None:
         verify(bundle, ComparedModel(collect_tables(pooled()), labelled=labelled(tmp_path)))
 
 
-def test_an_export_that_cannot_run_the_model_ends_with_the_command_that_does(tmp_path: Path) -> None:
+def test_an_export_that_cannot_run_the_model_prints_the_command_that_can(tmp_path: Path) -> None:
     torch.save({"ema": moved(ranker).state_dict(), "model": ranker().state_dict()}, tmp_path / "saved.pt")
     options = ("--model", "tests.support.ranker:ranker", "--checkpoint", str(tmp_path / "saved.pt"))
     settings = tmp_path / "export.toml"

@@ -53,7 +53,7 @@ def with_floats(router: Path, seed: int = 0) -> Verification:
     return verify(router, ComparedModel(collect_tables(collection(MIXED, seed=seed))))
 
 
-def test_a_whole_set_is_what_was_exported(router: Path) -> None:
+def test_a_complete_router_with_its_hosts_passes_verify(router: Path) -> None:
     result = verify(router)
     assert (result.failures, result.absent, result.measured) == ((), (), False)
     assert with_floats(router).failures == ()
@@ -81,7 +81,7 @@ def test_another_bundle_of_a_host_is_not_the_router_s(router: Path) -> None:
         verify(router)
 
 
-def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Path) -> None:
+def test_a_router_without_its_hosts_is_verified_alone(router: Path) -> None:
     shutil.rmtree(host(router, 0).parent)
     result = verify(router)
     assert result.absent == (host(router, 0),)
@@ -98,7 +98,7 @@ def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Pa
         verify(router)
 
 
-def test_a_router_without_the_parity_of_a_table_is_not_verified(router: Path) -> None:
+def test_a_router_without_the_parity_of_a_table_is_refused(router: Path) -> None:
     """No reader needs it to answer. `verify` does."""
     first, *rest = open_bundle(router).manifest.parity
     edit_manifest(router, parity=tuple(rest))
@@ -124,9 +124,7 @@ def test_versions_of_hosts_that_a_router_names_stay(router: Path) -> None:
     assert sorted(path.name for path in of_host.iterdir()) == ["2", "3", "config.pbtxt"]
 
 
-def test_versions_of_hosts_that_a_router_names_stay_whatever_the_path(
-    router: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_versions_named_by_a_router_are_kept_for_any_path(router: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_model(mixed(), router.parent.parent, MODEL, CONFIG)
     of_host = router.parent.parent / f"{MODEL}-host-1"
     monkeypatch.chdir(of_host / "2")
@@ -144,9 +142,7 @@ def test_versions_of_hosts_that_a_router_names_stay_whatever_the_path(
     ],
     ids=["of a newer tbe-serving", "damaged"],
 )
-def test_versions_of_hosts_stay_that_a_router_may_name_which_cannot_be_read(
-    router: Path, harm: Callable[[Path], object]
-) -> None:
+def test_host_versions_are_kept_while_a_router_cannot_be_read(router: Path, harm: Callable[[Path], object]) -> None:
     export_model(mixed(), router.parent.parent, MODEL, CONFIG)
     harm(router / "manifest.json")
     of_host = router.parent.parent / f"{MODEL}-host-1"
@@ -156,7 +152,7 @@ def test_versions_of_hosts_stay_that_a_router_may_name_which_cannot_be_read(
     assert [fate.kept_because for fate in prune(of_host, 1)] == ["among the newest 1", None]
 
 
-def test_inspect_says_who_belongs_to_whom(router: Path) -> None:
+def test_inspect_shows_which_router_and_hosts_belong_together(router: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(router)]).output
     for number in range(3):
         assert f"{MODEL}-host-{number}" in shown

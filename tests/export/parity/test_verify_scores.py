@@ -104,7 +104,7 @@ def test_scores_that_a_merged_request_changes_are_found(repository: Path) -> Non
     assert "output 'scores': scores of merged requests differ from those of each request alone by " in refused(bundle)
 
 
-def test_a_file_that_answers_otherwise_than_the_others_is_found(repository: Path) -> None:
+def test_a_dense_file_that_answers_differently_is_found(repository: Path) -> None:
     bundle = repository / "of_ids" / "1"
     replace_scores(bundle, repository / "mixing" / "1", ["scores.pt2"])
     assert "output 'scores': scores.pt2 differs by " in refused(bundle)
@@ -137,7 +137,7 @@ def test_the_programs_of_the_user_side_are_verified(with_user_side: Path) -> Non
         ("narrow", "scores.items.pt: cannot score: "),
     ],
 )
-def test_programs_of_the_user_side_of_another_bundle_are_found(
+def test_user_side_programs_of_another_bundle_are_found(
     with_user_side: Path, tmp_path: Path, name: str, why: str
 ) -> None:
     bundle = Path(shutil.copytree(with_user_side, tmp_path / "r")) / "ranker" / "1"
@@ -145,7 +145,7 @@ def test_programs_of_the_user_side_of_another_bundle_are_found(
     assert why in refused(bundle)
 
 
-def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path) -> None:
+def test_inspect_shows_inputs_outputs_and_score_errors(repository: Path) -> None:
     done = tbe_export("inspect", str(repository / "ranker" / "1"))
     assert done.exit_code == 0
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}

@@ -40,7 +40,7 @@ def test_bags_are_averaged_over_the_samples_that_have_them(tmp_path: Path) -> No
     assert captured_pooling(path, FEATURES) == {"item_id": 1.0, "recent": 12.0, "user": 2.0, "user_bias": 2.0}
 
 
-def test_ids_that_come_once_are_shared_by_the_samples(tmp_path: Path) -> None:
+def test_ids_of_a_shared_key_are_divided_by_the_samples(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     line = CapturedRequest(
         at="",
@@ -55,7 +55,7 @@ def test_ids_that_come_once_are_shared_by_the_samples(tmp_path: Path) -> None:
     assert captured_pooling(path, FEATURES) == {"item_id": 1.0, "recent": 1.0, "user": 2.5, "user_bias": 2.5}
 
 
-def test_what_nobody_asks_for_has_one(tmp_path: Path) -> None:
+def test_features_without_requests_have_a_pooling_factor_of_1(tmp_path: Path) -> None:
     assert captured_pooling(captured(tmp_path, (["recent"], [7])), FEATURES) == {
         "item_id": 1.0,
         "recent": 7.0,
@@ -102,7 +102,7 @@ def test_plan_notes_lines_that_are_no_requests(tmp_path: Path) -> None:
     assert note.startswith(f"{path}: lines skipped, which are not captured requests: 2; line 2: expected")
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_capture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         captured_pooling(tmp_path / "none.jsonl", FEATURES)
     (tmp_path / "m.jsonl").write_text("{}\n")
@@ -110,7 +110,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         captured_pooling(tmp_path / "m.jsonl", FEATURES)
 
 
-def test_what_is_given_counts_more_than_what_is_measured(tmp_path: Path) -> None:
+def test_given_factors_override_measured_ones(tmp_path: Path) -> None:
     path = captured(tmp_path, (None, [1, 10, 4]))
     sharding = Sharding(traffic=path, pooling_factors={"user": 50.0}).measured(FEATURES)
     assert sharding.traffic is None

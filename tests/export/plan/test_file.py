@@ -103,7 +103,7 @@ def _edited(edit: str) -> Any:
         pytest.param("del plan['tables']", "missing required field `tables`", id="not-a-plan"),
     ],
 )
-def test_an_explicit_plan_that_is_not_one_is_refused_by_name(tmp_path: Path, edit: str, message: str) -> None:
+def test_an_invalid_plan_file_is_refused_by_name(tmp_path: Path, edit: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         sharded(tmp_path, written(tmp_path, _edited(edit)))
     assert not (tmp_path / "r").exists()

@@ -114,13 +114,13 @@ FOURTHS: list[Block] = [(0, 4), (4, 8), (8, 12), (12, 16)]
         ),
     ],
 )
-def test_neighbours_on_a_host_are_one(kind: str, shards: Any, expected: Any) -> None:
+def test_adjacent_shards_on_a_host_become_one(kind: str, shards: Any, expected: Any) -> None:
     hosts, result = folded(placed(TWO_HOSTS, ShardingType(kind), shards))
     assert result == expected
     assert hosts == [ROUTER, *sorted({host for host, _, _ in expected})]
 
 
-def test_what_all_ranks_have_is_whole_in_the_router() -> None:
+def test_data_parallel_tables_are_whole_in_the_router() -> None:
     copies = [Shard(table="c", rank=rank, rows=ALL, columns=WIDE, offset_bytes=0) for rank in range(4)]
     host_of, kinds, shards = placed(TWO_HOSTS, ShardingType.TABLE_WISE, [(3, ALL, WIDE)])
     hosts, new_kinds, new_shards = fold_hosts(
@@ -160,7 +160,7 @@ def test_a_host_that_holds_nothing_is_left_out() -> None:
         ),
     ],
 )  # fmt: skip
-def test_blocks_of_a_rank_become_neighbours(shards: Any, ranks: list[int]) -> None:
+def test_equal_shards_of_a_rank_become_adjacent(shards: Any, ranks: list[int]) -> None:
     """By columns, then rows. Each rank has as many blocks of a shape as before."""
     before = placed(TWO_HOSTS, ShardingType.GRID_SHARD, shards)[2]["t"]
     after = side_by_side(before)
@@ -189,7 +189,7 @@ def _placements(draw: st.DrawFn) -> Placement:
 
 
 @given(_placements())
-def test_a_folded_plan_holds_each_number_once_where_it_was(placement: Placement) -> None:
+def test_a_folded_plan_keeps_each_element_once_on_its_host(placement: Placement) -> None:
     host_of, kinds, shards = placement
     hosts, new_kinds, new_shards = fold_hosts([table()], placement)
     assert hosts == list(range(ROUTER, len(hosts) - 1))

@@ -33,7 +33,7 @@ def test_sizes_are_the_quantized_ones(tmp_path: Path) -> None:
     assert sum(manifest.files[name].size_bytes for name in manifest.weights_files) == bytes_
 
 
-def test_what_nobody_said_a_rank_can_hold_is_its_part_of_the_machine() -> None:
+def test_the_default_memory_of_a_rank_is_its_share_of_the_machine() -> None:
     """Or `auto` copies every table to every rank, for which it is fastest."""
     specs = [Spec(f"t{number}", 10_000, 64, "SUM", (f"x{number}",)) for number in range(4)]
     needed_bytes = 4 * 10_000 * (64 + 4)

@@ -42,7 +42,7 @@ def _plan(*ranks: Rank) -> Plan:
 @pytest.mark.parametrize(
     "limits", [(2200, 1000), (2200, None), (None, 1000), (None, None), (10_000, 10_000)], ids=str
 )
-def test_what_fits_to_the_byte_is_taken(limits: Sequence[int | None]) -> None:
+def test_tables_that_fit_to_the_byte_are_accepted(limits: Sequence[int | None]) -> None:
     check_fits(_TABLES, _plan(_rank(0), _rank(1)), limits)
 
 
@@ -73,7 +73,7 @@ def test_a_byte_more_is_refused(limits: Sequence[int | None], message: str) -> N
     assert str(refused.value) == message
 
 
-def test_routers_and_hosts_are_called_what_people_call_them() -> None:
+def test_errors_name_the_router_or_the_host() -> None:
     plan = _plan(
         Rank(host=ROUTER, device="cpu", weights_file="weights.0.bin"), Rank(host=7, device="cpu", weights_file=None)
     )

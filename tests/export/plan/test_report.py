@@ -12,7 +12,7 @@ TYPES = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "w
 
 
 @pytest.mark.parametrize("as_models", [False, True])
-def test_each_rank_is_reported_with_what_it_holds_and_can_hold(as_models: bool) -> None:
+def test_each_rank_is_reported_with_its_bytes_and_capacity(as_models: bool) -> None:
     sharding = Sharding(
         ranks=4,
         ranks_per_host=2,

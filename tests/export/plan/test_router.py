@@ -68,14 +68,14 @@ def test_the_router_takes_what_saves_most_for_its_bytes(settings: Any, expected:
     assert in_router(manifest) == expected
 
 
-def test_what_a_table_saves_is_counted_for_each_feature_and_column() -> None:
+def test_a_tables_savings_count_each_feature_and_column() -> None:
     """Both tables are asked for two ids of a sample."""
     specs = (Spec("once", 1000, 16, "SUM", ("c",)), Spec("twice", 1000, 16, "SUM", ("a", "b")))
     sharding = hosts(router_bytes=20_100, pooling_factors={"once": 2})
     assert in_router(planned(sharding, collection(specs))) == {"twice"}
 
 
-def test_one_that_does_not_fit_leaves_room_for_the_next() -> None:
+def test_a_table_too_large_for_the_router_leaves_room_for_others() -> None:
     manifest = planned(hosts(router_bytes=250_000, pooling_factors={"l": 1e5}))
     assert in_router(manifest) == {"s", "m"}
 
@@ -91,7 +91,7 @@ def test_explicit_types_are_kept() -> None:
     assert in_router(planned(hosts(types=types, router_bytes=30_000))) == {"s"}
 
 
-def test_a_table_that_has_to_be_in_the_router_takes_its_bytes_once() -> None:
+def test_a_table_fixed_to_the_router_takes_its_bytes_once() -> None:
     sharding = hosts(types={"m": "data_parallel"}, pooling_factors={"m": 1e5}, router_bytes=410_000)
     assert in_router(planned(sharding)) == {"s", "m"}
 
@@ -109,7 +109,7 @@ def test_one_rank_on_one_host() -> None:
     assert {(shard.table, shard.rank) for shard in manifest.plan.shards} == {("s", 0), ("m", 1), ("l", 1)}
 
 
-def test_what_nobody_said_is_noted() -> None:
+def test_assumed_settings_are_noted() -> None:
     sharding = hosts(memory_bytes=None, machine_bytes=8_000_000, types={"l": "row_wise"})
     report = report_plan(planned(sharding), sharding)
     assert (report.memory_bytes, report.memory_assumed) == (4_000_000, True)  # a host is a machine like this
@@ -122,7 +122,7 @@ def test_what_nobody_said_is_noted() -> None:
     assert report_plan(planned(said), said).notes == []
 
 
-def test_a_host_that_would_hold_nothing_is_left_out_and_noted() -> None:
+def test_a_host_without_tables_is_left_out_and_noted() -> None:
     sharding = hosts(ranks=8, types={"l": "table_wise"}, router_bytes=10**6)
     report = report_plan(planned(sharding), sharding)
     assert [rank.host for rank in report.ranks] == [ROUTER, 0]
@@ -159,7 +159,7 @@ def test_a_host_that_would_hold_nothing_is_left_out_and_noted() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(sharding: Sharding, message: str) -> None:
+def test_impossible_router_plans_are_refused_by_name(sharding: Sharding, message: str) -> None:
     with pytest.raises(PlanError) as refused:
         planned(sharding)
     assert str(refused.value) == message
@@ -178,7 +178,9 @@ def test_a_router_s_memory_without_a_router_is_refused() -> None:
         pytest.param(WeightDtype.INT4, 300_000_000, 21, 284_551_984, id="int4, 300 MB"),
     ],
 )
-def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int, tables: int, stored: int) -> None:
+def test_few_of_the_tables_of_dlrm_are_on_hosts(
+    dtype: WeightDtype, router_bytes: int, tables: int, stored: int
+) -> None:
     """MLPerf's DLRM-v2: five tables of 40 M rows are what needs four hosts."""
     ids = {f"t{number}": float(ids) for number, ids in enumerate(IDS_PER_SAMPLE)}
     sharding = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=ids)
@@ -191,7 +193,7 @@ def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int
     assert json.loads(msgspec.json.encode(report))["ranks"][0]["host"] == ROUTER
 
 
-def test_a_table_is_cut_over_hosts_where_the_network_is_fast() -> None:
+def test_a_table_is_sharded_over_hosts_where_the_network_is_fast() -> None:
     """A host has two ranks. Between them nothing travels over the network."""
     module = collection((Spec("t", 100_000, 64, "SUM", ("a",)),))
 
@@ -217,7 +219,7 @@ def test_a_table_that_fills_the_router_to_the_byte_is_in_it() -> None:
     assert in_router(planned(hosts(router_bytes=stored - 1, memory_bytes=1 << 30))) == set()
 
 
-def test_the_weights_of_ids_are_saved_too() -> None:
+def test_savings_include_weights_of_ids() -> None:
     """64 + 4 bytes for a bag of either; 10 ids of 8 bytes are more than 18 of 4."""
     tables = [
         msgspec.structs.replace(int8_table(name, 1000, 16), weighted=name == "weighted")

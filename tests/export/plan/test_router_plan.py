@@ -126,9 +126,7 @@ def test_a_router_s_plan_answers_in_one_process(tmp_path: Path, one_rank: Engine
 
 @pytest.mark.parametrize("as_models", [True, False])
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one copy", "a copy on each of its ranks"])
-def test_what_is_data_parallel_may_be_on_the_router_s_ranks_alone(
-    tmp_path: Path, as_models: bool, ranks: list[int]
-) -> None:
+def test_data_parallel_tables_may_be_on_router_ranks_only(tmp_path: Path, as_models: bool, ranks: list[int]) -> None:
     plan = {
         "ranks": [{"host": ROUTER}, {"host": ROUTER}, {"host": 0}],
         "tables": {

@@ -93,7 +93,7 @@ def test_one_weighted_table_adds_weights_to_all_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "id_bytes"), [(2**31 - 1, 4), (2**31, 8)])
-def test_row_numbers_beyond_int32_take_eight_bytes_on_that_host(tmp_path: Path, rows: int, id_bytes: int) -> None:
+def test_row_numbers_beyond_int32_take_eight_bytes(tmp_path: Path, rows: int, id_bytes: int) -> None:
     sharding = sharding_by(tmp_path)
     manifest = manifest_of(sharding)
     tables = tuple(
@@ -118,7 +118,7 @@ def test_sums_in_fp16_take_half(tmp_path: Path) -> None:
     assert report.transfers[0].to_router_bytes == EXPECTED[0].to_router["rows"] / 2
 
 
-def test_measured_bags_count_as_given_ones(tmp_path: Path) -> None:
+def test_measured_pooling_factors_give_the_same_traffic_as_given_ones(tmp_path: Path) -> None:
     """10 samples of each feature: 8, 3, 5, 2, 2 and 100 ids in each bag."""
     sizes = [8, 3, 5, 2, 2, 100]
     lengths = [size for size in sizes for _ in range(10)]
@@ -128,7 +128,7 @@ def test_measured_bags_count_as_given_ones(tmp_path: Path) -> None:
     assert host_traffic(manifest_of(sharding), sharding, SAMPLES) == EXPECTED
 
 
-def test_the_report_says_who_sends_what_to_whom(tmp_path: Path) -> None:
+def test_the_report_shows_traffic_between_the_router_and_its_hosts(tmp_path: Path) -> None:
     sharding = sharding_by(tmp_path, batch_size=SAMPLES)
     report = report_plan(manifest_of(sharding), sharding)
     assert [(transfer.host, transfer.table, transfer.pattern) for transfer in report.transfers] == [
@@ -181,7 +181,7 @@ def test_sums_are_added_where_rows_are_cut_over_hosts(shards: Any, pattern: str)
     assert sums_pattern(placed) == pattern
 
 
-def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path) -> None:
+def test_requests_and_answers_of_each_host_have_the_predicted_bytes(tmp_path: Path) -> None:
     sharding = sharding_by(tmp_path)
     router = manifest_of(sharding, weighted=True)
     for host, result in host_traffic(router, sharding, SAMPLES).items():
@@ -195,7 +195,7 @@ def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_shard_is_sent_its_part_of_the_ids_and_all_lengths(weighted: bool) -> None:
+def test_a_shard_receives_its_part_of_the_ids_and_all_lengths(weighted: bool) -> None:
     """In one process ids and lengths are int64, weights and sums FP32. Ids are spread evenly over 100 rows."""
     sharding = Sharding(ranks=4, types={"*": "row_wise"}, pooling_factors={"*": 5.0})
     manifest = plan_model(

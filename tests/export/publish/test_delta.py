@@ -59,7 +59,7 @@ def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> Non
     assert delta.rows == 7 * len(changed)
 
 
-def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: Path, tmp_path: Path) -> None:
+def test_the_command_notes_that_no_server_of_the_model_takes_deltas(repository: Path, tmp_path: Path) -> None:
     save_file({"a/ids": np.array([1]), "a/rows": np.ones((1, 8), np.float32)}, tmp_path / "rows.safetensors")
     command = "delta", str(repository / "m"), "--rows", str(tmp_path / "rows.safetensors")
     mend = f"tbe-serve configure {repository / 'm'} --weights-memory live"
@@ -68,7 +68,7 @@ def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: P
     assert tbe_export(*command).stdout.endswith("1 row, delta 2 of version 1\n")
 
 
-def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: Path) -> None:
+def test_delta_numbers_count_up_in_a_folder_beside_the_repository(repository: Path) -> None:
     deltas = [publish_delta(repository, "m", CHANGED) for _ in range(3)]
     lineage = lineage_of(open_bundle(repository / "m" / "1").digest)
     folder = repository.parent / "r.deltas" / "m" / lineage
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_published_is_named_and_leaves_nothing(what: str, repository: Path) -> None:
+def test_a_failed_publication_names_its_cause_and_leaves_nothing(what: str, repository: Path) -> None:
     changed, error, said = WRONG[what]
     right = {} if said == "at least one row" else {"b": ([1], np.ones((1, 12), np.float32))}
     with pytest.raises(error, match=said):
@@ -132,7 +132,7 @@ def test_raw_ids_and_models_of_hosts_are_refused_by_name(tmp_path: Path) -> None
         publish_delta(tmp_path / "raw", "m", {"dealt": ([0], np.ones((1, 8), np.float32))})
 
 
-def test_a_router_and_its_hosts_get_their_rows_under_one_number_whoever_was_killed(tmp_path: Path) -> None:
+def test_a_delta_over_hosts_has_one_number_after_a_writer_was_killed(tmp_path: Path) -> None:
     config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
     router = export_hosts(tmp_path, collection(SUM), config).parent.name
     models = [f"{router}-host-0", f"{router}-host-1", router]
@@ -147,7 +147,7 @@ def test_a_router_and_its_hosts_get_their_rows_under_one_number_whoever_was_kill
 
 
 @pytest.mark.parametrize("dtype", [WeightDtype.INT8, *one_in(3, [WeightDtype.FP16, WeightDtype.INT4])])
-def test_what_differs_is_found_wherever_it_lies(dtype: WeightDtype, tmp_path: Path) -> None:
+def test_changed_rows_are_published_across_hosts_and_the_router(dtype: WeightDtype, tmp_path: Path) -> None:
     """Rows of `a` on two hosts, columns of `b`, and `c` on the router or a host: as one process would store them."""
     specs = (SUM[0], Spec("b", 10, 24, "SUM", ("z",)), Spec("c", 20, 8, "SUM", ("w",)))
     model = collection(specs)
@@ -187,7 +187,7 @@ def tables_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.promise("Concurrent or killed publishers of deltas leave whole deltas, each with a number of its own")
-def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path) -> None:
+def test_concurrent_writers_publish_whole_deltas_with_different_numbers(repository: Path) -> None:
     def publish(value: int) -> int:
         return publish_delta(repository, "m", {"a": ([value], np.full((1, 8), value, np.float32))}).sequence
 
@@ -214,7 +214,7 @@ def test_a_gap_that_servers_would_wait_for_is_named(repository: Path) -> None:
 
 
 @pytest.mark.promise("Concurrent or killed publishers of deltas leave whole deltas, each with a number of its own")
-def test_a_publisher_that_is_killed_leaves_whole_deltas_or_none(repository: Path) -> None:
+def test_a_killed_publisher_leaves_whole_deltas_or_none(repository: Path) -> None:
     program = f"""
 import numpy as np
 from export import publish_delta
@@ -249,7 +249,7 @@ def test_a_delta_is_signed_for_its_model_lineage_and_number(repository: Path, tm
     subprocess.run([*map(str, command), str(delta_signature(delta.path, content))], check=True)
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(repository: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_nothing(repository: Path) -> None:
     """A limit on the size of files stands in for the disk: the kernel refuses the write in the same way."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))

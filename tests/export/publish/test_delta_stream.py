@@ -39,7 +39,7 @@ def rows_of(checkpoint: Path) -> dict[str, npt.NDArray[np.float32]]:
 @pytest.mark.promise(
     "Incremental training publishes exactly the rows that it changed, however its tables are sharded"
 )
-def test_the_rows_of_a_training_in_two_processes_are_published_as_they_change(tmp_path: Path) -> None:
+def test_changed_rows_of_a_two_process_training_are_published(tmp_path: Path) -> None:
     """Cut in all ways, by optimizers that change what was looked up and by one that changes all."""
     run_module("tests.support.streamed_training", str(tmp_path))
     before, after = rows_of(tmp_path / "before"), rows_of(tmp_path / "after")
@@ -96,7 +96,7 @@ def trained(module: nn.Module) -> DistributedModelParallel:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_was_looked_up_and_learned_from_is_published_but_for_an_error(tmp_path: Path) -> None:
+def test_trained_rows_are_published_unless_the_training_raises(tmp_path: Path) -> None:
     module = Rows()
     folder = deltas_folder(tmp_path / "r") / "m"
     folder /= lineage_of(open_bundle(export_model(module.rows, tmp_path / "r", "m")).digest)

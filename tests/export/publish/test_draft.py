@@ -18,7 +18,7 @@ from tests.support.models import collection
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_export_publishes_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_export_publishes_a_whole_version_and_nothing_else(tmp_path: Path) -> None:
     bundle = export_model(collection(), tmp_path / "r", "m")
     assert bundle == tmp_path / "r" / "m" / "1"
     assert sorted(path.name for path in bundle.iterdir()) == [
@@ -32,7 +32,7 @@ def test_export_publishes_a_whole_version_and_leaves_nothing_else(tmp_path: Path
     assert (bundle / "program.pt").stat().st_size < 100_000
 
 
-def test_versions_count_up_and_earlier_ones_stay_as_they_are(tmp_path: Path) -> None:
+def test_versions_count_up_and_earlier_ones_do_not_change(tmp_path: Path) -> None:
     first = export_model(collection(seed=1), tmp_path / "r", "m")
     before = files(tmp_path)
     second = export_model(collection(seed=2), tmp_path / "r", "m")
@@ -50,7 +50,7 @@ def test_a_version_that_exists_is_never_replaced(tmp_path: Path) -> None:
     assert files(tmp_path) == before
 
 
-def test_a_version_that_appears_during_the_export_is_never_replaced(tmp_path: Path) -> None:
+def test_a_version_published_during_the_export_is_not_replaced(tmp_path: Path) -> None:
     export_model(collection(seed=1), tmp_path / "r", "m")
 
     def publish_the_same(progress: Progress) -> None:
@@ -131,7 +131,7 @@ export_model(collection(), sys.argv[1], "m", progress=wait)
         pytest.param(signal.SIGINT, "user", marks=pytest.mark.long),
     ],
 )
-def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
+def test_an_interrupted_export_publishes_nothing_and_is_cleaned_up_later(
     tmp_path: Path, number: signal.Signals, step: str
 ) -> None:
     export_model(collection(seed=1), tmp_path / "r", "m")
@@ -149,7 +149,7 @@ def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
 
 @pytest.mark.promise("A killed export, or one with a full disk, leaves whole versions or nothing")
 @pytest.mark.parametrize("times", [5, pytest.param(25, marks=pytest.mark.long)])
-def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_path: Path, times: int) -> None:
+def test_killed_exports_leave_whole_versions_or_nothing(tmp_path: Path, times: int) -> None:
     command = [sys.executable, "-m", "tests.support.killed_exports", str(tmp_path), str(times)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_pa
 
 
 @pytest.mark.long
-def test_a_living_export_s_draft_is_left_alone(tmp_path: Path) -> None:
+def test_the_draft_of_a_running_export_is_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT_SLOWLY, str(tmp_path / "r"), "parity"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as export:
         assert export.stdout is not None

@@ -59,7 +59,7 @@ def test_squares_beyond_fp32_are_summed() -> None:
     assert sums[2:] == pytest.approx([8 * 4e60, 8e60, 8e60])
 
 
-def test_a_difference_has_the_precision_of_the_finer_version() -> None:
+def test_a_difference_has_the_precision_of_the_finer_dtype() -> None:
     a, b = torch.full((1, 2), 1 + 1e-12, dtype=torch.float64), torch.ones(1, 2)
     _, _, sums = compare(a, b, torch.empty_like(a))
     assert sums[0] == pytest.approx(1e-12, rel=1e-3)

@@ -52,7 +52,7 @@ def test_digests_of_consecutive_column_shards(tmp_path: Path) -> None:
     assert_digests_are_of_the_files(bundle)
 
 
-def test_digests_of_hosts_bundles_are_of_the_published_files(tmp_path: Path) -> None:
+def test_digests_of_hosts_are_those_of_the_published_files(tmp_path: Path) -> None:
     sharding = Sharding(
         ranks=3, ranks_per_host=1, memory_bytes=1 << 20, types={"*": "row_wise"}, hosts_as_models=True
     )

@@ -25,13 +25,13 @@ _NAN, _INF = float("nan"), float("inf")
         (1.0, _INF, (1.0, _INF)),
     ],
 )
-def test_what_is_alike_and_not_finite_does_not_count(a: float, b: float, expected: tuple[float, float]) -> None:
+def test_equal_non_finite_elements_have_no_error(a: float, b: float, expected: tuple[float, float]) -> None:
     result = finite(np.array([[3.0, a]]), np.array([[4.0, b]]))
     np.testing.assert_array_equal(result, [[[3.0, expected[0]]], [[4.0, expected[1]]]])
 
 
 @pytest.mark.parametrize("first", [0.0, 5.0])
-def test_nan_is_worse_than_what_comes_before_and_after(first: float) -> None:
+def test_nan_is_the_largest_error_at_any_row(first: float) -> None:
     tally = Tally()
     for start, number in enumerate((first, _NAN, 1.0, _NAN, _INF)):
         tally.add(start, np.array([[number]]), np.array([[0.0]]))
@@ -39,7 +39,7 @@ def test_nan_is_worse_than_what_comes_before_and_after(first: float) -> None:
     assert tally.agreement.worst_row == 1
 
 
-def test_of_equal_errors_the_first_row_is_named() -> None:
+def test_the_first_row_of_the_largest_error_is_named() -> None:
     tally = Tally()
     for start, number in enumerate((1.0, 3.0, 3.0, 2.0)):
         tally.add(start, np.array([[number]]), np.array([[0.0]]))

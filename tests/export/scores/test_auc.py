@@ -115,7 +115,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(module, bundle, parts[0], lines, file)
 
 
-def test_the_auc_of_what_serves_and_of_the_model(measured: Measured, tmp_path: Path) -> None:
+def test_the_auc_of_the_bundle_and_of_the_trained_model_are_stored(measured: Measured, tmp_path: Path) -> None:
     module, lines, aucs = measured.module, measured.lines, {}
     int2 = export_model(module, tmp_path / "r", "int2", replace(INT2, labelled=measured.file))
     for name, bundle in (("exact", measured.bundle), ("int2", int2)):
@@ -146,7 +146,7 @@ def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("memory", one_in(2, ["1MB", "0"]))
-def test_with_a_checkpoint_the_model_is_measured_where_it_fits(
+def test_a_model_with_a_checkpoint_is_measured_if_it_fits_in_memory(
     measured: Measured, tmp_path: Path, memory: str
 ) -> None:
     torch.save(measured.module.state_dict(), tmp_path / "saved")
@@ -197,14 +197,14 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_line(
     assert why in str(refused.value)
 
 
-def test_with_a_file_that_cannot_be_used_nothing_is_published(measured: Measured, tmp_path: Path) -> None:
+def test_an_unusable_labelled_file_fails_the_export(measured: Measured, tmp_path: Path) -> None:
     file = write(tmp_path / "sample.jsonl", [{**measured.lines[1], "dense": {}}])
     with pytest.raises(ConfigurationError, match="line 1: dense"):
         export_model(measured.module, tmp_path / "r", "m", replace(EXACT, labelled=file))
     assert not [*(tmp_path / "r").glob("m/1*")]
 
 
-def test_where_nothing_can_be_measured_the_setting_is_refused(tmp_path: Path) -> None:
+def test_labelled_rows_are_refused_where_no_score_can_be_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"labelled \(--labelled\): expected --scores beside it"):
         ExportConfig(labelled=tmp_path)
     with pytest.raises(ConfigurationError, match=r"labelled .* expected no --hosts-as-models beside it"):

@@ -83,7 +83,7 @@ def joined(module: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
+def test_removing_copies_changes_no_bit(writes: bool) -> None:
     """A dense part that writes to what it would share is left as it is: `changes_inputs` sees it."""
     random, fewer, unchanged = np.random.default_rng(0), 0, 0
     for _ in range(150):

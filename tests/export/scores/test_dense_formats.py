@@ -128,7 +128,7 @@ def test_a_module_of_the_user_s_own_needs_no_torchscript(tmp_path: Path, monkeyp
         np.testing.assert_allclose(engine.score(bags)["scores"], dense(pooled).numpy(), rtol=0, atol=1e-6)
 
 
-def test_an_exported_program_takes_one_row_and_refuses_lengths_of_other_rows(
+def test_an_exported_program_takes_one_row_and_checks_lengths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch.export asserts both that an input has two rows, which is its own assumption, and that lengths fit."""
@@ -148,7 +148,7 @@ def test_an_exported_program_takes_one_row_and_refuses_lengths_of_other_rows(
         forward(torch.empty(2, 0), torch.tensor([2, 2], dtype=torch.int32), rows)
 
 
-def test_a_model_that_torch_export_cannot_follow_has_torchscript_only(
+def test_a_model_that_torch_export_cannot_trace_has_torchscript_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundle says so, and is read as before there were several files."""
@@ -217,7 +217,7 @@ def test_a_file_that_another_process_runs_differently_is_not_published(
         pytest.param({"a": 4}, ["a"], id="alone"),
     ],
 )
-def test_the_fastest_comes_first(milliseconds: Mapping[str, float], expected: list[str]) -> None:
+def test_the_fastest_dense_file_is_listed_first(milliseconds: Mapping[str, float], expected: list[str]) -> None:
     def busy(duration: float) -> Callable[..., tuple[Tensor, ...]]:
         def forward(*_: Tensor) -> tuple[Tensor, ...]:
             end = time.thread_time() + duration / 1000

@@ -81,7 +81,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize(
     ("dense", "mixes"), [(OtherInTorchScript, True), (OtherInExport, True), (OtherInBfloat16, None), (Plain, False)]
 )
-def test_what_torchscript_runs_is_what_is_looked_at(
+def test_the_inspected_graph_is_the_one_that_torchscript_runs(
     tmp_path: Path, dense: type[nn.Module], mixes: bool | None, dtype: DenseDtype
 ) -> None:
     """Samples meet where numbers are above 10⁷, which no probe shows."""

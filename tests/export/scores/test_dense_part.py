@@ -44,7 +44,7 @@ def part_of(bundle: Path) -> DensePart:
 
 
 @pytest.mark.parametrize("model", one_in(4, MODELS), ids=lambda item: item.__name__)
-def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
+def test_a_bundle_scores_like_the_trained_model(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
     """With FP32 tables to 1e-6 of their size; with INT8 tables as far as the manifest says, or little more.
 
     They keep samples apart, and that is seen.
@@ -78,7 +78,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
     return module, export_model(module, tmp_path_factory.mktemp("towers"), "m", EXACT)
 
 
-def test_embeddings_of_a_model_with_scores_are_those_without(towers: tuple[nn.Module, Path], tmp_path: Path) -> None:
+def test_embeddings_are_the_same_with_and_without_scores(towers: tuple[nn.Module, Path], tmp_path: Path) -> None:
     module, bundle = towers
     bags, _ = random_request(module, np.random.default_rng(0), 5)
     with_scores = Engine.open(bundle).lookup(bags)
@@ -99,7 +99,7 @@ def test_embeddings_of_a_model_with_scores_are_those_without(towers: tuple[nn.Mo
         ],
     ),
 )
-def test_samples_that_meet_are_found_out(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
+def test_mixing_of_samples_is_detected_and_named(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
     """Also where no dense input in [0, 1) would show it. What they meet in is named."""
     torch.manual_seed(0)
     widths = {"dense_features": WIDTH} if model is not Centred else {}
@@ -157,7 +157,7 @@ def test_a_weight_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
+def test_hooks_are_traced_or_refused(tmp_path: Path) -> None:
     """Those of modules that are one step of the graph cannot be traced."""
     module = dlrm()
     module.over_arch.register_forward_hook(lambda _, __, answer: answer + 1)
@@ -170,7 +170,7 @@ def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
         export_model(module, tmp_path, "n", EXACT)
 
 
-def test_the_file_of_scores_is_what_it_says(towers: tuple[nn.Module, Path]) -> None:
+def test_the_scores_file_loads_without_torchrec(towers: tuple[nn.Module, Path]) -> None:
     """It loads without torchrec, and depends on nothing else."""
     _, bundle = towers
     code = (
@@ -183,7 +183,7 @@ def test_the_file_of_scores_is_what_it_says(towers: tuple[nn.Module, Path]) -> N
     assert done.stdout == "[(5,), (5, 8)] False\n", done.stderr
 
 
-def test_numbers_that_are_on_the_meta_device_and_in_no_checkpoint_are_refused(tmp_path: Path) -> None:
+def test_meta_tensors_missing_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
     torch.save(dlrm().state_dict(), tmp_path / "saved")
     with torch.device("meta"):
         module = dlrm()

@@ -109,7 +109,7 @@ class Counts(_Model):
 
 @pytest.mark.parametrize("saved", one_in(2, [True, False]), ids=["checkpoint", "module"])
 @pytest.mark.parametrize("model", one_in(2, [WritesEmbeddings, WritesDense, WritesBetween, WritesByModule, Trains]))
-def test_what_a_forward_writes_is_written_to_copies(tmp_path: Path, model: Any, saved: bool) -> None:
+def test_in_place_operators_write_to_copies(tmp_path: Path, model: Any, saved: bool) -> None:
     torch.manual_seed(0)
     module = model().train()
     before = copy.deepcopy(module.state_dict())
@@ -129,7 +129,7 @@ def test_what_a_forward_writes_is_written_to_copies(tmp_path: Path, model: Any, 
 
 @pytest.mark.parametrize("saved", one_in(2, [True, False]), ids=["checkpoint", "module"])
 @pytest.mark.parametrize("model", one_in(2, [Autocasts, WritesToAPart, IsRandom, Counts]))
-def test_what_a_graph_does_not_have_is_refused(tmp_path: Path, model: Any, saved: bool) -> None:
+def test_forwards_that_a_graph_cannot_represent_are_refused(tmp_path: Path, model: Any, saved: bool) -> None:
     torch.manual_seed(0)
     module = model()
     torch.save(module.state_dict(), tmp_path / "saved")

@@ -149,7 +149,7 @@ def assert_served(module: nn.Module, bundle: Path) -> None:
         *(pytest.param(model, False, marks=pytest.mark.long) for model in (Loops, RegroupsBoth, RegroupsNarrow)),
     ],
 )
-def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
+def test_operations_on_keys_are_traced(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
     """A fresh module has seen no batch: TorchRec's KTRegroupAsDict does not know the keys yet."""
     module = trained(model())
     if fresh:
@@ -163,7 +163,7 @@ def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: b
 
 
 @pytest.mark.parametrize("model", one_in(2, [RegroupsBoth, Loops]))
-def test_with_weights_of_a_checkpoint(model: Callable[[], Keyed], tmp_path: Path) -> None:
+def test_loops_over_keys_are_served_with_weights_of_a_checkpoint(model: Callable[[], Keyed], tmp_path: Path) -> None:
     module = trained(model())
     torch.save(module.state_dict(), tmp_path / "saved")
     with torch.device("meta"):
@@ -171,7 +171,7 @@ def test_with_weights_of_a_checkpoint(model: Callable[[], Keyed], tmp_path: Path
     assert_served(module, export_model(untrained, tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "saved"))
 
 
-def test_keys_of_what_remaps_ids_are_known(tmp_path: Path) -> None:
+def test_keys_of_a_managed_collision_collection_are_known(tmp_path: Path) -> None:
     class Managed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,7 +196,7 @@ def test_without_scores_a_collection_behind_a_loop_is_found(tmp_path: Path) -> N
     assert len(open_bundle(bundle).manifest.tables) == 4
 
 
-def test_a_regrouping_of_other_keys_is_found_out(tmp_path: Path) -> None:
+def test_a_regrouping_cached_for_another_key_order_is_refused(tmp_path: Path) -> None:
     """KTRegroupAsDict keeps what it made of its first batch, whose keys were in another order."""
     module = RegroupsBoth().eval()
     with torch.no_grad():
@@ -247,7 +247,7 @@ class RegroupsOthers(RegroupsNarrow):
         (RegroupsOthers, "RegroupsOthers: its forward cannot be"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_refused(model: Callable[[], Keyed], why: str, tmp_path: Path) -> None:
+def test_untraceable_loops_and_unknown_keys_are_refused(model: Callable[[], Keyed], why: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         export_model(model().eval(), tmp_path / "r", "m", EXACT)
     message = str(refused.value)

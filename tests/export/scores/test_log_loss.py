@@ -21,7 +21,7 @@ def test_log_loss_of_logits_and_of_probabilities() -> None:
 
 
 @pytest.mark.parametrize(("is_sigmoid", "extreme"), [(True, 1e9), (False, 1.0)])
-def test_a_certain_score_that_is_wrong_costs_a_finite_amount(is_sigmoid: bool, extreme: float) -> None:
+def test_a_certain_wrong_score_costs_a_finite_amount(is_sigmoid: bool, extreme: float) -> None:
     assert np.isfinite(log_loss_of(np.full(50, extreme, np.float32), LABELS, is_sigmoid=is_sigmoid))
 
 

@@ -62,7 +62,7 @@ def ids(lengths: list[int]) -> KeyedJaggedTensor:
 
 @pytest.mark.parametrize("dtype", one_in(3, [DenseDtype.FP32, DenseDtype.BF16, DenseDtype.INT8]))
 @pytest.mark.parametrize("way", ["example", "traced", "own"])
-def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path) -> None:
+def test_output_dtypes_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Best().eval()
     dense = Own().eval()
@@ -97,6 +97,6 @@ class Complex(Best):
 
 
 @pytest.mark.parametrize("example", [None, (ids([1, 2, 0]),)], ids=["traced", "example"])
-def test_numbers_that_no_answer_could_bring_are_refused_by_name(example: Any, tmp_path: Path) -> None:
+def test_outputs_of_unsupported_dtypes_are_refused_by_name(example: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"output 'wave': expected one of float32, .*, got complex64: .* both parts"):
         export_model(Complex().eval(), tmp_path / "r", "m", EXACT, example=example)

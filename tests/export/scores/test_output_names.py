@@ -48,7 +48,7 @@ def keyed() -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize("example", [None, (keyed(),)], ids=["without an example", "with one"])
-def test_outputs_that_are_called_as_tensors_of_lookups_get_another_name(example: Any, tmp_path: Path) -> None:
+def test_outputs_named_like_lookup_tensors_are_renamed(example: Any, tmp_path: Path) -> None:
     module = Named().eval()
     bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example)
     with Engine.open(bundle) as engine, torch.no_grad():
@@ -98,7 +98,7 @@ def test_a_name_that_another_output_has_is_refused(example: Any, tmp_path: Path)
         export_model(Twice().eval(), tmp_path / "r", "m", EXACT, example=example)
 
 
-def test_a_module_of_the_user_s_own_may_name_them_so(tmp_path: Path) -> None:
+def test_a_dense_module_of_the_user_may_use_the_served_names(tmp_path: Path) -> None:
     config = replace(EXACT, dense_widths={})
     bundle = export_model(Named().eval(), tmp_path / "r", "m", config, dense=Own())
     with Engine.open(bundle) as engine, torch.no_grad():

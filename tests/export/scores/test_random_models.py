@@ -111,7 +111,7 @@ def assert_same(answered_scores: Any, expected: Any) -> None:
 
 
 @pytest.mark.long
-def test_random_models_are_served_as_they_answer_by_themselves(tmp_path: Path) -> None:
+def test_random_models_are_served_with_their_own_answers(tmp_path: Path) -> None:
     """In process, and over gRPC, all requests at once, so that they are merged."""
     random = np.random.default_rng(0)
     models = {f"m{seed}": Random(seed).eval() for seed in range(SERVED)}

@@ -71,7 +71,7 @@ def test_a_forward_that_draws_is_refused(of: Of, operator: str, tmp_path: Path) 
     [lambda x: nn.functional.dropout(x, 0.0), nn.Dropout(0.5).eval(), lambda x: x + torch.ones_like(x)],
     ids=["dropout of none", "dropout in eval mode", "no numbers"],
 )
-def test_a_forward_that_draws_none_is_served(of: Of, tmp_path: Path) -> None:
+def test_a_forward_without_random_numbers_is_served(of: Of, tmp_path: Path) -> None:
     model = Drawing(of).eval()
     dense = np.ones((1, WIDTH), np.float32)
     with Engine.open(export_model(model, tmp_path / "r", "m", WIDE)) as engine:
@@ -81,7 +81,7 @@ def test_a_forward_that_draws_none_is_served(of: Of, tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, model(ids, torch.from_numpy(dense)).numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_buffer_with_nan_is_not_taken_for_one_that_changes(tmp_path: Path) -> None:
+def test_a_buffer_with_nan_does_not_count_as_changed(tmp_path: Path) -> None:
     model = Masked().eval()
     with Engine.open(export_model(model, tmp_path / "r", "m", EXACT)) as engine:
         (scores,) = engine.score({"x": [[1]], "y": [[2]], "z": [[3]]}).values()
@@ -90,7 +90,7 @@ def test_a_buffer_with_nan_is_not_taken_for_one_that_changes(tmp_path: Path) -> 
         np.testing.assert_allclose(scores, model(ids).numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_of_none_is_served_from_an_example_too(tmp_path: Path) -> None:
+def test_dropout_of_zero_is_served_with_an_example(tmp_path: Path) -> None:
     model = Drawing(lambda x: nn.functional.dropout(x, 0.0)).eval()
     lengths = torch.ones(6, dtype=torch.int32)
     ids = KeyedJaggedTensor(["x", "y", "z"], torch.arange(6), lengths=lengths)

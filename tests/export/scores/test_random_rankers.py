@@ -37,7 +37,7 @@ Asked = tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]]
 
 
 @pytest.mark.parametrize("seed", one_in(len(SEEDS), SEEDS))
-def test_random_rankers_are_served_as_they_answer_by_themselves(
+def test_random_rankers_are_served_with_their_own_answers(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank and on several, with ids of some keys once for all samples, and scored some at a time."""

@@ -199,7 +199,7 @@ class OutOfReach(_Model):
         (lambda: nn.ModuleDict({"a": Branches(), "b": nn.Sequential(even())}), "ModuleDict: "),
     ],
 )
-def test_what_is_not_known_to_be_served_right_is_refused(
+def test_unsupported_models_are_refused_by_name_and_line(
     tmp_path: Path, model: Callable[[], nn.Module], why: str | None
 ) -> None:
     module = model()
@@ -219,7 +219,7 @@ def test_what_is_not_known_to_be_served_right_is_refused(
 
 
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
-def test_layers_with_parametrizations_are_served_as_the_refusal_says(norm: Any, tmp_path: Path) -> None:
+def test_parametrized_layers_are_served_as_the_message_advises(norm: Any, tmp_path: Path) -> None:
     def plain(layer: nn.Module) -> nn.Module:
         return remove_parametrizations(norm(layer), "weight")
 
@@ -229,7 +229,7 @@ def test_layers_with_parametrizations_are_served_as_the_refusal_says(norm: Any, 
     assert_served(export_model(traced, tmp_path, "traced", EXACT, example=(ids,)), traced, (ids,))
 
 
-def test_a_parametrization_outside_the_forward_is_no_matter(tmp_path: Path) -> None:
+def test_a_parametrization_outside_the_forward_is_accepted(tmp_path: Path) -> None:
     model = Normed(lambda layer: layer)
     model.unused = weight_norm(nn.Linear(2, 2))
     assert export_model(model, tmp_path, "m", EXACT).exists()
@@ -316,7 +316,9 @@ class NamedAsKey(nn.Module):
         (NamedAsKey, "NamedAsKey: dense input 'f1': expected a name that no key has: rename it in the forward"),
     ],
 )  # fmt: skip
-def test_what_a_request_cannot_tell_apart_is_refused(model: type[nn.Module], why: str, tmp_path: Path) -> None:
+def test_models_whose_requests_would_be_ambiguous_are_refused(
+    model: type[nn.Module], why: str, tmp_path: Path
+) -> None:
     """Their scores would be those of one bag, whatever the caller meant."""
     with pytest.raises(ModelError, match=why):
         export_model(model(), tmp_path, "m", EXACT)
@@ -370,7 +372,9 @@ class TakesComplex(_Model):
         ),
     ],
 )
-def test_what_an_example_cannot_bring_is_said(model: type[nn.Module], kind: Tensor, why: str, tmp_path: Path) -> None:
+def test_models_and_inputs_unsupported_with_an_example_are_refused(
+    model: type[nn.Module], kind: Tensor, why: str, tmp_path: Path
+) -> None:
     keyed = KeyedJaggedTensor(
         [f"f{number}" for number in range(4)], torch.arange(24) % 20, lengths=torch.ones(24, dtype=torch.int32)
     )
@@ -378,7 +382,7 @@ def test_what_an_example_cannot_bring_is_said(model: type[nn.Module], kind: Tens
         export_model(model().eval(), tmp_path, "m", EXACT, example=(keyed, kind))
 
 
-def test_an_example_with_other_samples_for_each_key_is_refused(tmp_path: Path) -> None:
+def test_an_example_with_different_samples_for_each_key_is_refused(tmp_path: Path) -> None:
     keyed = KeyedJaggedTensor(
         ["f0", "f1", "f2", "f3"],
         torch.arange(8),

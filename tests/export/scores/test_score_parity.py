@@ -27,7 +27,7 @@ def scores(inputs: DenseInputs) -> Mapping[str, Any]:
     return {"s": zero(inputs).numpy()}
 
 
-def test_scores_that_are_0_but_for_rounding_are_called_so() -> None:
+def test_scores_of_0_with_rounding_are_explained_as_rounding() -> None:
     eager = {"s": zero(probe(), is_reversed=True)}
     with pytest.raises(ParityError) as refused:
         expect_model_scores("Module", eager, scores, probe(), is_usual=True)
@@ -39,7 +39,7 @@ def test_scores_that_are_0_but_for_rounding_are_called_so() -> None:
     assert "does not have changes it" not in message
 
 
-def test_of_other_scores_the_usual_causes_are_named() -> None:
+def test_a_score_error_names_the_usual_causes() -> None:
     eager = {"s": zero(probe()) + 1e-3}
     with pytest.raises(ParityError, match="something that a graph of its forward does not have changes it"):
         expect_model_scores("Module", eager, scores, probe(), is_usual=True)

@@ -33,7 +33,7 @@ def save_views(state: State, path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("saved", [save_state, save_views, save_safetensors, save_dcp])
-def test_every_kind_of_checkpoint_has_the_numbers_of_bfloat16(
+def test_every_kind_of_checkpoint_keeps_bfloat16_numbers(
     tmp_path: Path, saved: Callable[[State, Path], Path]
 ) -> None:
     state = collection().bfloat16().state_dict()

@@ -167,7 +167,7 @@ def test_a_file_that_is_added_to_a_folder_is_named(tmp_path: Path, name: str) ->
         checkpoint.check_unchanged()
 
 
-def test_a_file_with_its_old_time_is_still_another_one(tmp_path: Path) -> None:
+def test_a_changed_file_is_recognized_despite_its_old_time(tmp_path: Path) -> None:
     """Tools that copy files set their times."""
     path = torch_file(tmp_path, 1)
     age(path)
@@ -238,9 +238,7 @@ def test_every_command_refuses_a_checkpoint_that_changes(
     assert before == sorted(path for path in tmp_path.rglob("*") if "r" in path.relative_to(tmp_path).parts[0])
 
 
-def test_scores_are_not_exported_from_a_checkpoint_that_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_not_exported_from_a_changing_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows would be of one save, and what follows them of another."""
     from export.trained.checkpoint import Checkpoint
 
@@ -305,7 +303,7 @@ def test_machines_with_a_copy_each_are_completed(tmp_path: Path, save: Save) -> 
     assert fingerprint == open_checkpoint(path).fingerprint
 
 
-def test_a_file_without_sums_is_told_by_its_time(tmp_path: Path) -> None:
+def test_a_changed_file_without_checksums_is_recognized_by_its_time(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         path = torch_file(tmp_path, 1)

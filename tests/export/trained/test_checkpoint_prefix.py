@@ -62,7 +62,7 @@ def test_one_prefix_that_fits_is_taken(saved: list[str], prefix: str, unused: in
         pytest.param([*KEYS, "tower.head.2.weight"], "unexpected keys under '': 'tower.head.2.weight'", id="a deeper tower"),
     ],
 )  # fmt: skip
-def test_all_else_is_refused_by_name(saved: list[str], said: str) -> None:
+def test_missing_ambiguous_or_unexpected_keys_are_refused_by_name(saved: list[str], said: str) -> None:
     with pytest.raises(CheckpointError) as refused:
         match_keys(Saved("c", saved), MODEL)
     assert said in str(refused.value)
@@ -91,7 +91,7 @@ def test_a_prefix_that_does_not_fit_is_refused(prefix: str, said: str) -> None:
     assert said in str(refused.value)
 
 
-def test_tables_alone_are_right_whatever_is_beside_them() -> None:
+def test_tables_are_found_beside_any_other_keys() -> None:
     tables = ModelKeys({"embedding_bags.t.weight": "table 't'"}, ["embedding_bags.t.weight"])
     match = match_keys(Saved("c", [*KEYS, "ebc.embedding_bags.other.weight"]), tables)
     assert (match.prefix, match.unused) == ("ebc.", 4)
@@ -99,7 +99,7 @@ def test_tables_alone_are_right_whatever_is_beside_them() -> None:
         match_keys(Saved("c", under("user.", "item.")), tables)
 
 
-def test_names_of_wrappers_in_the_model_itself() -> None:
+def test_keys_of_a_model_named_like_a_wrapper_are_matched() -> None:
     weights: Any = {"module.weight": "weights", "head.weight": "weights"}
     assert match_keys(Saved("c", [*weights]), ModelKeys(weights, weights)).prefix == ""
     assert match_keys(Saved("c", under("module.", keys=weights)), ModelKeys(weights, weights)).prefix == "module."
@@ -109,7 +109,7 @@ def test_names_of_wrappers_in_the_model_itself() -> None:
     }
 
 
-def test_one_of_twins_is_enough() -> None:
+def test_one_of_several_tied_weights_is_enough() -> None:
     tied = replace(MODEL, twins=dict.fromkeys((TABLE, "head.weight"), (TABLE, "head.weight")))
     match = match_keys(Saved("c", [key for key in KEYS if key != "head.weight"]), tied)
     assert "head.weight" not in match.keys

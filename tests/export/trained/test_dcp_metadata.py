@@ -99,7 +99,7 @@ def snapshot() -> dict[str, Any]:
 
 @pytest.mark.promise("Exporting a checkpoint runs no code from its pickles")
 @pytest.mark.parametrize(("module", "name"), [*HARMFUL, ("planted", "touched")])
-def test_no_name_leads_to_code(tmp_path: Path, harmed: Path, module: str, name: str) -> None:
+def test_no_named_function_is_called(tmp_path: Path, harmed: Path, module: str, name: str) -> None:
     call = text(f"touch {harmed}") + b"\x85R"
     for content in (
         HEAD + named(module, name) + call + b".",  # STACK_GLOBAL, REDUCE
@@ -115,7 +115,7 @@ def test_no_name_leads_to_code(tmp_path: Path, harmed: Path, module: str, name: 
     assert "planted" not in sys.modules
 
 
-def test_a_registered_extension_is_no_way_around(tmp_path: Path, harmed: Path) -> None:
+def test_registered_pickle_extensions_are_refused(tmp_path: Path, harmed: Path) -> None:
     copyreg.add_extension("os", "system", 240)
     try:
         loads = b"\x82\xf0" + text(f"touch {harmed}.0") + b"\x85R."
@@ -130,7 +130,7 @@ def test_a_registered_extension_is_no_way_around(tmp_path: Path, harmed: Path) -
 
 
 @pytest.mark.parametrize(("module", "name"), ALLOWED)
-def test_what_is_named_cannot_be_written_into(tmp_path: Path, module: str, name: str) -> None:
+def test_attributes_of_allowed_classes_and_functions_cannot_be_set(tmp_path: Path, module: str, name: str) -> None:
     """BUILD sets attributes of whatever is on the stack: a class, a function, a member of an enumeration."""
     before = snapshot()
     for owner in (named(module, name), named(module, name) + b")\x81", named(module, name) + b")R"):
@@ -242,7 +242,7 @@ def test_every_opcode_that_calls_or_resolves_runs_nothing(tmp_path: Path, harmed
     assert snapshot() == before
 
 
-def test_the_planted_module_is_noticed(harmed: Path) -> None:
+def test_pickle_itself_would_run_the_planted_call(harmed: Path) -> None:
     """By Python's own reader, what the test above is made of does run."""
     pickle.loads(HEAD + named("os", "system") + text(f"touch {harmed}") + b"\x85R.")
     assert harmed.exists()
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monk
         (checkpoint / ".metadata").write_bytes(content)
 
 
-def test_a_chunk_is_not_read_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
+def test_chunks_outside_the_checkpoint_folder_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     result = pickle.loads((checkpoint / ".metadata").read_bytes())
     (data,) = {info.relative_path for info in result.storage_data.values()}
     for path in (f"../{checkpoint.name}/{data}", str(checkpoint / data), "pipe"):

@@ -93,9 +93,7 @@ WORDS = "_feature_processors.words.position_weight"
         pytest.param(torch.ones(30, dtype=torch.int64), "expected float32, float16 or bfloat16, got torch.int64", id="dtype"),
     ],
 )  # fmt: skip
-def test_position_weights_that_cannot_be_used_are_refused_by_name(
-    tmp_path: Path, weights: Tensor | None, message: str
-) -> None:
+def test_unusable_position_weights_are_refused_by_name(tmp_path: Path, weights: Tensor | None, message: str) -> None:
     state = positioned().state_dict()
     state.pop(WORDS)
     if weights is not None:
@@ -168,6 +166,6 @@ def with_padding() -> Any:
         pytest.param(with_padding, r"_embedding_bag_collection: embedding_bags\.user: expected a plain nn.EmbeddingBag", id="padding"),
     ],
 )  # fmt: skip
-def test_what_is_more_than_position_weights_is_refused_by_name(build: Callable[[], nn.Module], message: str) -> None:
+def test_other_feature_processors_are_refused_by_name(build: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         find_collections(build())

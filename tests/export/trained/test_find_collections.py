@@ -137,7 +137,7 @@ GIVES_OTHERS = "gives the collection .* other ids or weights than its own inputs
         pytest.param(lambda: with_bag(padding_idx=0), r"embedding_bags\.b: expected a plain nn.EmbeddingBag", id="padding_idx"),
     ],
 )  # fmt: skip
-def test_what_changes_a_lookup_is_refused_by_name(
+def test_modules_that_change_a_lookup_are_refused_by_name(
     build: Callable[[], nn.Module], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -184,7 +184,7 @@ DENSE = ["dense_arch (DenseArch)", "over_arch (OverArch)"]
         pytest.param(Scores, ["ebc"], ["over (Linear)", "Scores.forward after its collections"], id="control flow behind"),
     ],
 )  # fmt: skip
-def test_what_is_around_collections_is_left_out_and_named(
+def test_modules_around_collections_are_left_out_and_named(
     build: Callable[[], nn.Module], collections: list[str], left_out: list[str]
 ) -> None:
     module = build()

@@ -217,12 +217,14 @@ def sequences(module: nn.Module, *, need_indices: bool = False) -> Any:
         pytest.param(hooked, r"_managed_collision_modules\.user: has a hook", id="hook"),
     ],
 )  # fmt: skip
-def test_what_remaps_otherwise_is_refused_by_name(build: Callable[[], nn.Module], message: str) -> None:
+def test_unsupported_managed_collision_modules_are_refused_by_name(
+    build: Callable[[], nn.Module], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         find_collections(build())
 
 
-def test_around_a_dense_part(tmp_path: Path) -> None:
+def test_a_model_with_a_dense_part_is_exported_with_raw_ids(tmp_path: Path) -> None:
     class Ranker(nn.Module):
         def __init__(self) -> None:
             super().__init__()

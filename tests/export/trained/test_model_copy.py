@@ -27,7 +27,7 @@ class Keeps(nn.Module):
         self.lock = threading.Lock()
 
 
-def test_what_a_module_keeps_on_a_gpu_is_on_the_cpu_in_a_copy() -> None:
+def test_objects_on_a_gpu_are_on_the_cpu_in_a_copy() -> None:
     module: Any = to_gpu(Keeps())
     module.second.weight = module.first.weight
     module.scale, module.at = module.scale.as_subclass(OnGpu), GPU
@@ -42,6 +42,6 @@ def test_what_a_module_keeps_on_a_gpu_is_on_the_cpu_in_a_copy() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_module_that_is_on_no_gpu_is_itself(device: str) -> None:
+def test_a_module_without_gpu_tensors_is_not_copied(device: str) -> None:
     module = nn.Linear(2, 2, device=device)
     assert on_cpu(module) is module

@@ -183,7 +183,7 @@ def test_every_weight_and_buffer_is_read_in_its_own_dtype(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])
-def test_a_twin_that_safetensors_leaves_out(tmp_path: Path, kind: Any) -> None:
+def test_a_tied_weight_left_out_by_safetensors_is_found(tmp_path: Path, kind: Any) -> None:
     module = trained(kind)
     save_model(module, str(tmp_path / "w.safetensors"))
     bundle = export_model(untrained(kind), tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "w.safetensors")
@@ -191,7 +191,7 @@ def test_a_twin_that_safetensors_leaves_out(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])
-def test_twins_with_other_numbers_are_refused(tmp_path: Path, kind: Any) -> None:
+def test_tied_weights_with_different_numbers_are_refused(tmp_path: Path, kind: Any) -> None:
     state = {name: tensor.clone() for name, tensor in trained(kind).state_dict().items()}
     bundle = export(untrained(kind), tmp_path, state)
     assert_same(served(bundle), answers(trained(kind)))
@@ -217,7 +217,7 @@ def test_numbers_that_the_model_cannot_have_are_refused(tmp_path: Path, key: str
         export(untrained(Buffers), tmp_path, trained(Buffers).state_dict() | {key: number})
 
 
-def test_shorter_and_longer_numbers_become_those_of_the_model(tmp_path: Path) -> None:
+def test_weights_are_converted_to_the_models_dtypes(tmp_path: Path) -> None:
     state = trained(Buffers).state_dict()
     state |= {
         "halves": state["halves"].long(),
@@ -264,7 +264,7 @@ def test_a_model_with_loading_code_of_its_own_is_refused(tmp_path: Path, kind: A
         export(kind().eval(), tmp_path, kind().state_dict())
 
 
-def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Path) -> None:
+def test_the_prefix_option_holds_wherever_a_checkpoint_is_read(tmp_path: Path) -> None:
     module, average = trained(TiesItsLayers), untrained(TiesItsLayers)
     average = type(average)().eval()
     state = {

@@ -166,7 +166,7 @@ def whole(tensor: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("seed", range(DEFAULT))
-def test_a_random_checkpoint_is_served_as_it_is_loaded_or_refused(tmp_path: Path, seed: int) -> None:
+def test_a_random_checkpoint_is_served_as_loaded_or_refused(tmp_path: Path, seed: int) -> None:
     with one_process():
         check(seed, tmp_path)
 

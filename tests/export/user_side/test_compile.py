@@ -86,7 +86,7 @@ def test_samples_that_meet_have_no_programs(tmp_path: Path) -> None:
     expect_no_programs(manifest, "samples may meet in aten.mean.default")
 
 
-def test_a_column_of_the_wrong_part_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_off_by_one_column_writes_no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: the weight of each part of a layer is cut one column too early."""
     cut = Builder.cut
 

@@ -66,7 +66,7 @@ def test_a_large_user_tower_is_computed_once(tmp_path: Path, capsys: pytest.Capt
         ],
     ),
 )
-def test_it_is_used_from_the_size_on_above_which_no_size_is_slower(
+def test_the_user_side_is_used_above_the_last_size_where_it_is_slower(
     tmp_path: Path,
     times: dict[int, float],
     fewest: int | None,

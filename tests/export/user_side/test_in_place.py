@@ -77,7 +77,7 @@ class Mask(Model):
 
 @pytest.mark.parametrize("kind", one_in(3, [Written, Residual, View, Input, Row, Constant, Mask]))
 @torch.no_grad()
-def test_what_others_read_is_not_written_to(kind: type[Model]) -> None:
+def test_tensors_with_other_readers_are_not_written_to(kind: type[Model]) -> None:
     torch.manual_seed(0)
     module = kind()
     programs = rewritten(module)

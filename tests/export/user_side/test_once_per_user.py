@@ -158,7 +158,7 @@ def assert_as_repeated(programs: OncePerUser, module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_an_operator_without_a_rule_gets_a_row_for_each_item_and_is_named() -> None:
+def test_an_operator_without_a_rule_runs_for_each_item_and_is_named() -> None:
     module = Unknown()
     programs = rewritten(module)
     assert_as_repeated(programs, module)

@@ -74,13 +74,13 @@ def test_products_of_pairs_are_those_of_repeated_rows(order: str, selection: str
 @pytest.mark.parametrize("order", one_in(3, ORDERS))
 @pytest.mark.parametrize("product", [name for name in PRODUCTS if name != "bmm"])
 @torch.no_grad()
-def test_any_product_of_rows_is_divided(order: str, product: str) -> None:
+def test_every_kind_of_product_of_rows_answers_as_repeated_rows(order: str, product: str) -> None:
     module = Pairs(ORDERS[order], SELECTIONS["above the diagonal"], PRODUCTS[product])
     assert_as_repeated(rewritten(module), module)
 
 
 @torch.no_grad()
-def test_pairs_above_the_diagonal_need_no_product_of_the_user_with_itself() -> None:
+def test_pairs_above_the_diagonal_need_no_product_of_user_features() -> None:
     once = rewritten(Pairs(ORDERS["one by one"], SELECTIONS["above the diagonal"], PRODUCTS["bmm"]))
     products = [node for node in once.items.graph.nodes if str(node.target) == "aten.matmul"]
     assert len(products) == 1  # of the items' rows

@@ -141,7 +141,7 @@ def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.promise("A backlog longer than `max-busy-ms` is refused before it is looked up")
-def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(bench: Bench) -> None:
+def test_the_longest_waiting_requests_of_a_slow_group_are_refused_first(bench: Bench) -> None:
     assert bench.answer(7, 30) == "rrraaaa"
     assert bench.decoded == 4
     assert bench.shed_count == 3
@@ -149,25 +149,25 @@ def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(ben
     assert line.startswith("busy: 7 requests or more waited")
 
 
-def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
+def test_a_group_within_max_busy_ms_is_answered_whole(bench: Bench) -> None:
     assert bench.answer(8, 10) == "a" * 8
     assert bench.shed_count == 0
 
 
-def test_a_few_large_requests_are_no_overload(bench: Bench) -> None:
+def test_a_group_of_up_to_four_slow_requests_is_not_refused(bench: Bench) -> None:
     assert bench.answer(4, 5000) == "aaaa"
     bench.now += 1
     assert bench.answer(5, 5000) == "raaaa"
 
 
-def test_what_is_merged_is_refused_by_the_call(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_were_merged_are_refused_together(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the requests that were decoded together, too: their ids make several calls."""
     bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=6, max_call_ids=1, max_busy_ms=BUSY_MS))
     assert bench.answer(12, 30) == "r" * 6 + "rraaaa"
     assert bench.decoded == 6
 
 
-def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench) -> None:
+def test_an_invalid_request_is_refused_without_cost_to_others(bench: Bench) -> None:
     def refuse_every_other(tensors: Tensors) -> Tensors:
         bench.decoded += 1
         if bench.decoded % 2:
@@ -178,7 +178,7 @@ def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench
 
 
 @pytest.mark.promise("A backlog longer than `max-busy-ms` is refused before it is looked up")
-def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> None:
+def test_consecutive_full_handovers_count_as_one_backlog(bench: Bench) -> None:
     """Triton hands over so many at most: more wait behind them, and are refused until fewer do."""
     assert bench.answer(8, 19) == "rraaaaaa"
     assert bench.answer(8, 19) == "r" * 8
@@ -188,13 +188,13 @@ def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> Non
     assert bench.decoded == 6 + 3 + 8
 
 
-def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
+def test_a_full_handover_after_a_pause_starts_a_new_backlog(bench: Bench) -> None:
     assert bench.answer(8, 19) == "rraaaaaa"
     bench.now += 0.1
     assert bench.answer(8, 19) == "rraaaaaa"
 
 
-def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_requests_are_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
     assert bench.answer(1, 2000) == "a"
     assert bench.answer(200, 1, cancelled=lambda _: True) == "g" * 200
@@ -203,13 +203,13 @@ def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.Mon
     assert bench.counts["tbe_cancelled_total"] == 200
 
 
-def test_among_others_too(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_requests_in_a_group_are_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
     assert bench.answer(1, 2000) == "a"
     assert bench.answer(64, 1, cancelled=lambda number: number < 40) == "g" * 40 + "a" * 24
 
 
-def test_nobody_is_asked_for_who_cannot_have_waited_long(bench: Bench) -> None:
+def test_recent_requests_are_not_checked_for_cancellation(bench: Bench) -> None:
     assert bench.answer(8, 2) == "a" * 8
     assert bench.answer(8, 2) == "a" * 8
     assert bench.answer(1, 2000) == "a"
@@ -240,7 +240,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         pytest.param([[0, 0], [1, 1], [2, 4]], 3, id="all"),
     ],
 )
-def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbours(
+def test_overflowing_fp16_answers_are_counted_for_their_request_only(
     half: Engine, bags: list[list[int]], expected: int
 ) -> None:
     """Each id weighs 40,000: two of one sign are beyond the largest number."""
@@ -261,14 +261,14 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
     assert counts["tbe_call_requests_sum"] == len(bags)
 
 
-def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
+def test_every_fp16_number_is_classified_as_finite_or_not() -> None:
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     overflows = [answering._overflows(numbers[[number, 0]]) for number in range(numbers.size)]
     assert overflows == (~np.isfinite(numbers)).tolist()
     assert not answering._overflows(np.array([np.inf], np.float32))
 
 
-def test_nothing_of_a_request_waits_for_the_garbage_collector(mixed: Path) -> None:
+def test_a_request_leaves_nothing_to_the_garbage_collector(mixed: Path) -> None:
     """Refused requests have as many ids as others. The collector counts objects, not their bytes."""
     counts: dict[str, float] = {}
     lengths = np.array([1], np.int32)

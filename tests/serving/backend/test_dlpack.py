@@ -108,7 +108,7 @@ def test_a_model_answers_beside_pandas_polars_and_pyarrow(tmp_path: Path) -> Non
     assert first.any()
 
 
-def test_a_stub_of_numpy_1_is_named_where_other_models_would_read_wrong_numbers(server: Server) -> None:
+def test_the_server_warns_of_other_python_models_beside_numpy_2(server: Server) -> None:
     numpy = version("numpy")
     said = [warning for warning in server.warnings if warning.startswith("echo: ")]
     expected = f"and numpy {numpy} is installed: as_numpy() returns wrong numbers, and Tensor(name, array) is empty"

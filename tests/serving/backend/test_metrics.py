@@ -95,7 +95,9 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
         ("tbe_capture_dropped_total", {}, 0),
     ],
 )
-def test_what_is_counted(first_scrape: str, name: str, labels: dict[str, str], expected: float) -> None:
+def test_requests_ids_and_refusals_are_counted(
+    first_scrape: str, name: str, labels: dict[str, str], expected: float
+) -> None:
     samples = [
         float(line.rpartition(" ")[2])
         for line in first_scrape.splitlines()
@@ -156,7 +158,7 @@ def pages(first_scrape: str, routed: Server) -> str:
         ("tbe_zeroed_total", {}, 0),
     ],
 )
-def test_what_is_counted_of_hosts(routed: Server, name: str, labels: dict[str, str], expected: float) -> None:
+def test_calls_to_hosts_are_counted(routed: Server, name: str, labels: dict[str, str], expected: float) -> None:
     assert metric(routed, name, **labels) == expected
 
 
@@ -212,7 +214,7 @@ HISTOGRAMS = ("tbe_call_requests", "tbe_host_call_seconds", "tbe_request_seconds
 HISTOGRAM = {name + end: end for name in HISTOGRAMS for end in ("_bucket", "_sum", "_count")}
 
 
-def test_names_say_what_they_are(pages: str) -> None:
+def test_metric_names_follow_the_prometheus_conventions(pages: str) -> None:
     """As `promtool check metrics` has it: counters end in _total, and the suffixes of histograms are theirs alone."""
     expected = {*HISTOGRAM}
     kinds = families(pages)
@@ -325,14 +327,14 @@ def test_the_formats_of_programs_are_labels(pages: str) -> None:
         assert line.endswith(" 1")
 
 
-def test_what_is_said_of_a_served_version_is_said_now() -> None:
+def test_panels_of_served_versions_query_the_present() -> None:
     """Not of an hour: a version that was served in it would be shown as if it still were."""
     for panel in DASHBOARD["panels"]:
         if panel["type"] == "stat" and "version" in str(panel["targets"]):
             assert [target.get("instant") for target in panel["targets"]] == [True]
 
 
-def test_gauges_are_asked_of_versions_that_are_served() -> None:
+def test_queries_of_gauges_are_limited_to_served_versions() -> None:
     """Triton keeps those of a version that was unloaded."""
     gauges = {
         *("tbe_host_replicas", "tbe_host_replicas_up", "tbe_bundle_exported_timestamp_seconds"),
@@ -343,7 +345,7 @@ def test_gauges_are_asked_of_versions_that_are_served() -> None:
     assert all("tbe_serving_seconds_total" in names for names in names_of_queries if names & gauges)
 
 
-def test_age_is_asked_of_versions_that_are_served() -> None:
+def test_queries_of_the_bundle_age_are_limited_to_served_versions() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     expressions = [line for line in page.splitlines() if line.startswith("time() -")]
     expressions += [query for query in queries() if "exported" in query]
@@ -355,7 +357,7 @@ def test_age_is_asked_of_versions_that_are_served() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("first_scrape")
-def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server, tmp_path_factory: Any) -> None:
+def test_an_unloaded_version_stops_counting_and_keeps_its_gauge(counted: Server, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "counted0" / "r"
     export_model(collection(SUM), folder, "m")
     counted.control(60).load("m")
@@ -370,7 +372,7 @@ def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server,
     assert served("2") > second
 
 
-def test_a_router_s_version_that_was_unloaded_has_no_lost_hosts(routed: Server, pages: str) -> None:
+def test_an_unloaded_router_version_has_no_lost_hosts(routed: Server, pages: str) -> None:
     """Triton keeps what it said of them. The last test: the router is gone then."""
     assert "tbe_host_replicas_up{" in pages
     routed.control(30)._call(f"v2/repository/models/{MODEL}/unload", {})

@@ -48,9 +48,7 @@ class Fake(TableFiles):
         self.done = done
 
 
-def test_what_is_mapped_is_told_now_and_then_and_once_in_the_log(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mapped_pages_are_measured_repeatedly_and_logged_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_bundle(bundle)
     fake = Fake(opened.path, opened.manifest)
     gauges: dict[str, Gauge] = {}
@@ -76,7 +74,7 @@ def test_what_is_mapped_is_told_now_and_then_and_once_in_the_log(
     assert len(gauges["tbe_weights_bytes"].seen) == 3
 
 
-def test_weights_larger_than_memory_are_said_to_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_memory_are_reported(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1000)
     opened = open_bundle(bundle)
     said: list[str] = []

@@ -24,7 +24,7 @@ from tests.support.servers import add_gate, entered, gate_closed, gate_of, runni
 
 @pytest.mark.promise("No caller receives another caller's answer after a process was paused or its clock set forward")
 @pytest.mark.parametrize("answers", one_in(2, [True, False]), ids=["that_answers", "that_is_idle"])
-def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_path: Path, answers: bool) -> None:
+def test_no_answer_reaches_another_request_after_a_pause(tmp_path: Path, answers: bool) -> None:
     """All are as large: the answer to another request would be taken for one's own."""
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     random = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_pa
         assert right
 
 
-def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_path: Path) -> None:
+def test_an_answering_process_is_busy_until_it_has_answered(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     request = dict(random_bags(np.random.default_rng(0), SUM, 3))
     add_gate(bundle)
@@ -83,7 +83,7 @@ def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_pat
 
 
 @pytest.mark.promise("No caller receives another caller's answer after a process was paused or its clock set forward")
-def test_a_process_ends_when_the_clock_was_set_forward_and_not_when_it_was_set_back() -> None:
+def test_a_process_ends_after_a_clock_jump_forward_but_not_backward() -> None:
     """Triton measures its second by that clock. A clock of our own: no load makes it go on."""
     now, ended = [1000.0], threading.Event()
     pauses = Pauses(lambda: now[0], lambda _: ended.set())
@@ -98,7 +98,7 @@ def test_a_process_ends_when_the_clock_was_set_forward_and_not_when_it_was_set_b
     pauses.stop()
 
 
-def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
+def test_a_check_waits_until_a_pause_is_diagnosed() -> None:
     now, diagnosed = [0.0], threading.Event()
 
     def end(_: str) -> None:
@@ -121,6 +121,6 @@ def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
     ("elapsed_s", "waits", "ends"),
     [(0.25, 1, False), (0.89, 1, True), (0.72, 0, True), (1.4, 1, True), (1.4, 200, False), (3.0, 200, False)],
 )
-def test_waiting_for_python_s_lock_is_not_to_stand_still(elapsed_s: float, waits: int, ends: bool) -> None:
+def test_waiting_for_the_gil_does_not_count_as_a_pause(elapsed_s: float, waits: int, ends: bool) -> None:
     """A pause of 0.7 s is the shortest for which Triton gives up; 200 waits of 5 ms are one second."""
     assert (paused_s(elapsed_s, waits) > _LONGEST_S) is ends

@@ -51,7 +51,7 @@ def test_nothing_is_captured_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"} == before == set()
 
 
-def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path: Path) -> None:
+def test_refused_requests_are_captured_with_their_trace_without_weights(tmp_path: Path) -> None:
     exported(tmp_path, weighted=True, capture=str(tmp_path))
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         with LookupClient(server.grpc, "m", 30) as client:
@@ -69,7 +69,7 @@ def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path
 
 
 @pytest.mark.promise("Nothing that a client sends makes a captured file unreadable")
-def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_path: Path) -> None:
+def test_a_request_with_an_invalid_trace_is_captured_without_it(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path))
     with (
         run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
@@ -87,7 +87,7 @@ def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_pat
 
 
 @pytest.mark.long
-def test_what_the_watcher_asks_is_not_captured(tmp_path: Path) -> None:
+def test_requests_of_the_watcher_are_not_captured(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.000001)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         server.control(30).infer("m", 1, HangCheck("m", 1, as_json(read_config(tmp_path / "r" / "m"))).request)
@@ -112,7 +112,7 @@ def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
     assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
 
 
-def test_requests_for_scores_are_kept_with_dense_inputs_and_outputs(tmp_path: Path) -> None:
+def test_requests_for_scores_are_captured_with_dense_inputs_and_outputs(tmp_path: Path) -> None:
     """Those that were refused as they came; lookups of the same model name their output."""
     serving = ServingSettings(capture=str(tmp_path), capture_slow_ms=0.001)
     export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True, serving=serving))
@@ -143,7 +143,7 @@ class NotRead(np.ndarray[Any, Any]):
         raise AssertionError("it was read")
 
 
-def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
+def test_a_request_too_large_for_the_file_is_not_read(tmp_path: Path) -> None:
     """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
     written: queue.SimpleQueue[None] = queue.SimpleQueue()
     recorder = Recorder(
@@ -193,7 +193,7 @@ print((folder / "file").read_text(), end="")
 
 
 @pytest.mark.promise("A full disk truncates no captured request, and capture resumes when there is space")
-def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_lines_and_capture_resumes(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     mine = () if os.getuid() == 0 else ("--user", "--map-root-user")
     mount = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$0" -c "$2" "$1"'
@@ -214,7 +214,7 @@ def recorded(path: Path, written: "queue.SimpleQueue[None]", values: Any = ()) -
     written.get(timeout=60)
 
 
-def test_a_full_file_drops_what_comes_and_goes_on_once_it_is_emptied(tmp_path: Path) -> None:
+def test_a_full_file_drops_requests_until_it_is_emptied(tmp_path: Path) -> None:
     counted: queue.SimpleQueue[bool] = queue.SimpleQueue()
     recorder = Recorder(tmp_path / "file", None, 300, counted.put, pytest.fail)
 
@@ -232,7 +232,7 @@ def test_a_full_file_drops_what_comes_and_goes_on_once_it_is_emptied(tmp_path: P
     assert len(list(read_captured(tmp_path / "file"))) == captured
 
 
-def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> None:
+def test_the_half_line_of_a_killed_writer_is_terminated(tmp_path: Path) -> None:
     written: queue.SimpleQueue[None] = queue.SimpleQueue()
     recorded(tmp_path / "file", written, [1])
     with (tmp_path / "file").open("ab") as file:
@@ -244,7 +244,7 @@ def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> Non
     assert skipped.count == 1
 
 
-def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path: Path) -> None:
+def test_a_failed_capture_is_logged_and_the_next_one_succeeds(tmp_path: Path) -> None:
     """A name may have half a character, over HTTP."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     recorder = Recorder(
@@ -258,9 +258,7 @@ def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path:
 
 
 @pytest.mark.promise("A file of captured requests is readable by the server's user alone")
-def test_a_file_that_others_could_read_is_closed_to_them_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_readable_capture_file_is_made_private_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.jsonl").touch()
     (tmp_path / "m.jsonl").chmod(0o666)
     settings = ServingSettings(capture=str(tmp_path))

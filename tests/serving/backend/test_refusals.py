@@ -120,7 +120,7 @@ backend._decode, LocalRanks.answer = broken_decode, broken_answer
 """
 
 
-def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> None:
+def test_unexpected_errors_are_logged_and_not_sent_to_clients(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     replace_model_py(bundle, BROKEN)
     with (

@@ -75,7 +75,7 @@ def assert_same(scores: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["surges", "relative"])
-def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, name: str) -> None:
+def test_requests_to_a_model_that_mixes_samples_get_their_own_scores(server: Server, name: str) -> None:
     """Dense inputs are of all sizes, and 16 clients ask at once, so that requests are merged."""
     scales = np.random.default_rng(0).choice([1e-3, 1.0, 1e3, 1e6], 16 * 4)
     requests = []
@@ -173,7 +173,7 @@ def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> No
     np.testing.assert_array_equal(looked_up.as_numpy("embeddings"), every.as_numpy("embeddings"))
 
 
-def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> None:
+def test_embeddings_beside_scores_are_those_of_the_tables(server: Server) -> None:
     """Though the model writes to what it takes."""
     bags, dense, expected = request_for("writes", 5)
     values, lengths = flat(bags)
@@ -218,7 +218,7 @@ def test_scores_need_all_features(server: Server) -> None:
         client.score(bags, dense)
 
 
-def test_some_outputs_in_the_order_asked(server: Server) -> None:
+def test_outputs_are_answered_in_the_requested_order(server: Server) -> None:
     bags, dense, expected = request_for("towers", 4)
     with LookupClient(server.grpc, "towers", 60) as client:
         assert client.info().scores == {"match": (), "queries": (8,)}

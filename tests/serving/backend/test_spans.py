@@ -104,7 +104,7 @@ def test_the_page_has_all_attributes() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["parentbased_always_on", "always_off"])
-def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_of_the_server_can_drop_a_sampled_trace(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Spans.of_environment("m", "1") is None
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console, otlp")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -118,7 +118,7 @@ def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: py
     spans.close()
 
 
-def test_a_request_that_is_not_looked_up_has_no_stages_and_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_a_lookup_has_no_stages_and_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     spans = Spans("m", "1")
     exporter = InMemorySpanExporter()
@@ -131,7 +131,7 @@ def test_a_request_that_is_not_looked_up_has_no_stages_and_no_calls(monkeypatch:
     assert (only.status.status_code, only.status.description) == (trace.StatusCode.ERROR, "no")
 
 
-def test_a_client_sends_the_context_of_the_current_span_unless_it_is_told_another() -> None:
+def test_a_client_sends_the_current_span_unless_a_trace_is_given() -> None:
     connection = Connection(addresses=["127.0.0.1:1"])
     assert connection.call_metadata(None) == []  # in no span
     traceparent = f"00-{7:032x}-{7:016x}-00"
@@ -148,7 +148,7 @@ def is_of_router(traced: Seen) -> bool:
     return bool(traced.attributes["tbe.model"] == MODEL)
 
 
-def test_without_being_asked_for_nothing_of_opentelemetry_is_imported() -> None:
+def test_opentelemetry_is_imported_only_on_demand() -> None:
     program = "import sys, serving.backend.answering, serving.client; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -48,7 +48,7 @@ def test_served_answers_are_numpy_s_over_the_exported_bytes(client: LookupClient
         np.testing.assert_allclose(answer[name], rows, rtol=1e-6, atol=1e-6)
 
 
-def test_served_answers_are_the_float_tables_within_the_quantization_bound(server: Server) -> None:
+def test_served_answers_are_within_the_quantization_bound(server: Server) -> None:
     tables = float_tables(collection(SUM, weighted=True))
     bags = random_bags(np.random.default_rng(1), SUM, 50)
     request = {name: (*flat({name: column}), np.full(sum(map(len, column)), 0.5)) for name, column in bags.items()}
@@ -61,7 +61,7 @@ def test_served_answers_are_the_float_tables_within_the_quantization_bound(serve
         assert (error <= 0.5 * oracle.pool(bound, bags[name], "SUM") + 1e-5).all()
 
 
-def test_a_model_on_four_ranks_answers_what_it_answers_on_one(client: LookupClient, server: Server) -> None:
+def test_a_model_on_four_ranks_answers_as_on_one(client: LookupClient, server: Server) -> None:
     random = np.random.default_rng(8)
     with LookupClient(server.grpc, "sharded", 30) as sharded:
         for features in (None, ["words", "genres"], ["recent_items"]):
@@ -92,18 +92,18 @@ def test_some_features_in_any_order(client: LookupClient, mixed: Path, features:
         np.testing.assert_allclose(answer[name], rows, rtol=1e-6, atol=1e-6)
 
 
-def test_no_samples_no_ids_and_one_sample(client: LookupClient) -> None:
+def test_requests_without_samples_or_ids_are_answered(client: LookupClient) -> None:
     assert client.lookup({"genres": []})["genres"].shape == (0, 8)
     assert client.lookup({"genres": [[], []]})["genres"].tolist() == [[0] * 8] * 2
     assert client.lookup({"genres": [[3]]})["genres"].shape == (1, 8)
 
 
-def test_fp16_out(server: Server) -> None:
+def test_fp16_output_is_answered_in_fp16(server: Server) -> None:
     with LookupClient(server.grpc, "half", timeout_s=30) as client:
         assert client.lookup({"genres": [[3, 5]]})["genres"].dtype == np.float16
 
 
-def test_a_large_request(client: LookupClient, mixed: Path) -> None:
+def test_a_request_of_20_000_samples_is_answered(client: LookupClient, mixed: Path) -> None:
     bags = random_bags(np.random.default_rng(4), MIXED, 20_000, ["item_id", "words"])
     answer = client.lookup(bags)
     for name, rows in expected(mixed, {name: column[:50] for name, column in bags.items()}).items():
@@ -120,7 +120,7 @@ def some_request(random: np.random.Generator) -> dict[str, Bags]:
     return random_bags(random, MIXED, int(random.integers(0, 40)), features)
 
 
-def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(server: Server, gated: Path) -> None:
+def test_64_concurrent_requests_are_answered_bit_for_bit_as_alone(server: Server, gated: Path) -> None:
     random = np.random.default_rng(5)
     client = LookupClient(server.grpc, "gated", timeout_s=120)
     requests = [some_request(random) for _ in range(64)]
@@ -155,7 +155,7 @@ def test_the_default_order_needs_no_parameter(server: Server, client: LookupClie
 
 
 @pytest.mark.long
-def test_threads_of_an_instance_answer_a_large_request_as_one_thread(tmp_path: Path) -> None:
+def test_several_threads_answer_a_large_request_like_one_thread(tmp_path: Path) -> None:
     for name, threads in (("one", 1), ("three", 3)):
         config = replace(MIXED_CONFIG, serving=ServingSettings(threads=threads))
         export_model(collection(MIXED), tmp_path / "r", name, config)

@@ -76,7 +76,7 @@ DenseProgram.score_all = record
 
 
 @pytest.mark.long
-def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_path: Path) -> None:
+def test_captured_score_requests_are_scored_before_a_model_is_ready(tmp_path: Path) -> None:
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     replace_model_py(bundle, RECORD_SCORES.format(record=str(tmp_path / "record")))
     dense = {"user": np.zeros((1, 3), np.float32), "item": np.zeros((1, 2), np.float32)}
@@ -92,7 +92,7 @@ def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_pat
         assert (tmp_path / "record").read_text().splitlines() == ["['like', 'both']", ""]
 
 
-def test_a_warm_up_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_warm_up_is_refused(tmp_path: Path) -> None:
     bundle = exported(tmp_path)
     file = tmp_path / "captured.jsonl"
     file.write_text('{"values": 3}\n')

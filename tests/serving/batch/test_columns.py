@@ -123,7 +123,7 @@ _WEIGHTED = pa.list_(pa.struct([("id", pa.int64()), ("weight", pa.float32())]))
         ("price", pa.decimal128(5, 2), "expected numbers or lists of numbers for the input 'price', got decimal"),
     ],
 )
-def test_a_type_that_no_row_is_scored_of_is_refused(column: str, kind: Any, message: str) -> None:
+def test_a_column_type_that_cannot_be_scored_is_refused(column: str, kind: Any, message: str) -> None:
     schema = BATCH.schema.set(BATCH.schema.get_field_index(column), pa.field(column, kind))
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         BatchColumns(INPUTS, {}, []).of_file("day", schema)
@@ -147,12 +147,12 @@ def test_a_type_that_no_row_is_scored_of_is_refused(column: str, kind: Any, mess
         ("price", pa.null()),
     ],
 )
-def test_types_that_rows_may_be_scored_of_are_taken(column: str, kind: Any) -> None:
+def test_column_types_that_can_be_scored_are_accepted(column: str, kind: Any) -> None:
     schema = BATCH.schema.set(BATCH.schema.get_field_index(column), pa.field(column, kind))
     assert column in BatchColumns(INPUTS, {}, []).of_file("day", schema)
 
 
-def test_ids_with_weights_need_a_column_of_weights_or_structs() -> None:
+def test_weighted_ids_need_a_column_of_weights_or_structs() -> None:
     schema = BATCH.schema.remove(BATCH.schema.get_field_index("w.weights"))
     message = "day: column 'w': expected lists of structs with `id` and `weight`, or another column 'w.weights', for"
     with pytest.raises(ConfigurationError, match=re.escape(message)):

@@ -34,7 +34,7 @@ def test_files_folders_and_globs_are_found_in_order(folder: Path, monkeypatch: p
     assert find_inputs(["a.parquet"])[0].path == str(folder / "a.parquet")
 
 
-def test_a_name_with_the_signs_of_a_glob_is_a_name(tmp_path: Path) -> None:
+def test_an_existing_file_named_like_a_glob_is_found(tmp_path: Path) -> None:
     write_day(tmp_path / "[1].parquet", day_table(10))
     assert names([str(tmp_path / "[1].parquet")]) == ["[1]"]
 
@@ -50,7 +50,7 @@ def test_a_name_with_the_signs_of_a_glob_is_a_name(tmp_path: Path) -> None:
         pytest.param("http://host/day", "http://host/day: expected a path on this machine, or s3://", id="a URL"),
     ],
 )
-def test_what_has_no_parquet_is_refused(
+def test_inputs_without_parquet_are_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_a_file_is_scored_once(folder: Path) -> None:
         find_inputs([str(folder), f"{folder}/a.parquet"])
 
 
-def test_a_part_is_a_row_group(tmp_path: Path) -> None:
+def test_each_row_group_is_a_part(tmp_path: Path) -> None:
     files = [write_day(tmp_path / "a.parquet", day_table(25), 10), write_day(tmp_path / "b.parquet", day_table(7))]
     parts = parts_of(find_inputs([str(tmp_path)]))
     assert [(Path(part.file.path), part.row_group, part.rows, part.name) for part in parts] == [

@@ -77,7 +77,7 @@ def test_a_prefix_a_glob_and_an_object_are_found(url: str, s3: S3, tmp_path: Pat
         pytest.param("s3://bucket", "s3://bucket: expected a path on this machine, or s3://", id="a bucket"),
     ],
 )
-def test_what_has_no_parquet_is_refused(url: str, s3: S3, wrong: str, message: str) -> None:
+def test_inputs_without_parquet_are_refused(url: str, s3: S3, wrong: str, message: str) -> None:
     s3.put(f"{url.removeprefix(f's3://{BUCKET}/')}/a.txt", b"id,ts\n" * 100)
     with pytest.raises(ConfigurationError, match=message):
         find_inputs([wrong.replace("URL", url)])
@@ -123,7 +123,7 @@ def test_an_object_is_scored_into_a_prefix(url: str, s3: S3, bundle: Path, day: 
     assert scores_in(f"{url}/scores") == contents(tmp_path / "without")
 
 
-def test_a_run_that_was_interrupted_goes_on(url: str, bundle: Path, day: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(url: str, bundle: Path, day: Path, tmp_path: Path) -> None:
     source = BundleSource(bundle)
     with pytest.raises(Stopped):
         score_files(source, [str(day)], url, progress=stop_after(4 * ROW_GROUP + 1))
@@ -183,7 +183,7 @@ def test_objects_of_another_program_are_not_replaced(url: str, s3: S3, bundle: P
     assert set(stored(url).values()) == {b"spark's"}
 
 
-def test_partitions_are_prefixes(url: str, bundle: Path, tmp_path: Path) -> None:
+def test_partitions_are_written_as_prefixes_also_after_a_resume(url: str, bundle: Path, tmp_path: Path) -> None:
     """Also after an interruption. Names are those of a folder, percent signs and all."""
     source, days = BundleSource(bundle), str(write_day(tmp_path / "days.parquet", partitioned_day()))
     keep, by = ["id", "day", "country"], ["day", "country"]

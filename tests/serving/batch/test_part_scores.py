@@ -16,7 +16,7 @@ from tests.support.day import write_day
 from tests.support.scored_models import EXACT
 
 
-def test_an_output_with_a_row_for_each_id_is_a_column_of_lists(tmp_path: Path) -> None:
+def test_a_per_id_output_is_a_column_of_lists(tmp_path: Path) -> None:
     bundle = export_model(MODULE, tmp_path / "r", "m", EXACT, example=example())
     bags, dense = ask(np.random.default_rng(0), 50)
     columns: dict[str, Any] = {name: [*map(list, column)] for name, column in bags.items()}

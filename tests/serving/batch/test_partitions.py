@@ -34,9 +34,7 @@ def days(tmp_path: Path) -> Path:
     return write_day(tmp_path / "days.parquet", partitioned_day())
 
 
-def test_pyarrow_and_polars_read_the_scores_and_the_columns_of_folders(
-    bundle: Path, days: Path, tmp_path: Path
-) -> None:
+def test_pyarrow_and_polars_read_the_scores_and_partition_columns(bundle: Path, days: Path, tmp_path: Path) -> None:
     source, out = BundleSource(bundle), tmp_path / "scores"
     summary = score_files(source, [str(days)], out, keep=KEEP, partition_by=BY)
     assert (summary.rows, summary.scored_rows, summary.errors) == (ROWS, ROWS, None)
@@ -59,7 +57,7 @@ def test_pyarrow_and_polars_read_the_scores_and_the_columns_of_folders(
         score_files(source, [str(days)], out, keep=KEEP, partition_by=["day"])
 
 
-def test_a_run_that_was_interrupted_goes_on(bundle: Path, days: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(bundle: Path, days: Path, tmp_path: Path) -> None:
     source, out = BundleSource(bundle), tmp_path / "scores"
     score_files(source, [str(days)], tmp_path / "undisturbed", keep=KEEP, partition_by=BY)
     with pytest.raises(Stopped):
@@ -142,7 +140,7 @@ def test_no_rows_are_refused(bundle: Path, tmp_path: Path) -> None:
         score_files(BundleSource(bundle), [str(day)], tmp_path / "out", keep=["day"], partition_by=["day"])
 
 
-def test_rows_that_wait_are_bounded_and_stay_in_order(
+def test_buffered_rows_are_bounded_and_stay_in_order(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The partition with most rows is written first."""
@@ -186,7 +184,7 @@ def test_every_row_is_in_the_folder_of_its_values(values: list[tuple[Any, Any]])
 
 
 @given(st.text(min_size=1, max_size=20))
-def test_pyarrow_unescapes_what_is_escaped(text: str) -> None:
+def test_pyarrow_reads_escaped_partition_values_back(text: str) -> None:
     """Any text; but a folder of this name is null."""
     folder = partition_folder({"text": text})
     assert folder.count("/") == 0

@@ -32,7 +32,7 @@ from tests.support.stopped_runs import Stopped, stop_after
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_folder_of_scores_has_a_row_for_each_row(bundle: Path, day: Path, tmp_path: Path) -> None:
+def test_scores_have_one_row_for_each_input_row_in_order(bundle: Path, day: Path, tmp_path: Path) -> None:
     done: list[tuple[int, int]] = []
     summary = score_files(
         BundleSource(bundle),
@@ -56,7 +56,7 @@ def test_a_folder_of_scores_has_a_row_for_each_row(bundle: Path, day: Path, tmp_
     np.testing.assert_allclose(np.stack(scores["both"].to_numpy()), expected["both"], atol=1e-6)
 
 
-def test_a_run_that_was_interrupted_goes_on(bundle: Path, day: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(bundle: Path, day: Path, tmp_path: Path) -> None:
     source, out = BundleSource(bundle), tmp_path / "scores"
     score_files(source, [str(day)], tmp_path / "undisturbed")
     with pytest.raises(Stopped):
@@ -119,9 +119,7 @@ def _copied(bundle: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_finished_scores_of_something_else_are_replaced_by_a_restart_alone(
-    bundle: Path, day: Path, tmp_path: Path
-) -> None:
+def test_only_a_restart_replaces_the_scores_of_another_run(bundle: Path, day: Path, tmp_path: Path) -> None:
     out = tmp_path / "scores"
     score_files(BundleSource(bundle), [str(day)], out)
     before = contents(out)
@@ -140,7 +138,7 @@ def test_finished_scores_of_something_else_are_replaced_by_a_restart_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["day.parquet", "other", "scores"]
 
 
-def test_scores_that_were_replaced_are_completed_after_a_kill(
+def test_replaced_scores_are_completed_after_a_kill(
     bundle: Path, day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The moment between the two renames of a restart."""
@@ -156,7 +154,7 @@ def test_scores_that_were_replaced_are_completed_after_a_kill(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "parquet"])
-def test_what_is_no_output_is_not_replaced(bundle: Path, day: Path, tmp_path: Path, kind: str) -> None:
+def test_other_files_are_not_replaced(bundle: Path, day: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "scores"
     if kind == "file":
         out.write_text("mine")
@@ -242,7 +240,7 @@ def test_bad_rows_are_left_out_and_listed(bundle: Path, day: Path, tmp_path: Pat
     assert not errors.exists()
 
 
-def test_a_run_that_failed_at_a_bad_row_goes_on_without_it(bundle: Path, day: Path, tmp_path: Path) -> None:
+def test_a_run_that_failed_at_a_bad_row_resumes_without_it(bundle: Path, day: Path, tmp_path: Path) -> None:
     bad = _with_bad_rows(day)
     source, out = BundleSource(bundle), tmp_path / "scores"
     score_files(source, [str(day)], tmp_path / "undisturbed", on_error="skip")
@@ -313,7 +311,7 @@ print(score_files(BundleSource(Path(sys.argv[1])), [sys.argv[2]], Path(f"{sys.ar
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_file_three_times_as_large_as_the_memory_is_scored(bundle: Path, tmp_path: Path) -> None:
+def test_a_file_three_times_the_memory_is_scored(bundle: Path, tmp_path: Path) -> None:
     """1.6 GB in a control group of 512 MiB, which also counts libraries and the page cache."""
     limit, rows = 512 << 20, 100_000
     random = np.random.default_rng(0)
@@ -377,7 +375,7 @@ def test_workers_write_what_one_process_writes(bundle: Path, day: Path, tmp_path
     assert done[-1] == ROWS
 
 
-def test_a_run_whose_worker_is_killed_goes_on(bundle: Path, day: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_worker_was_killed(bundle: Path, day: Path, tmp_path: Path) -> None:
     def kill(*_: int) -> None:
         for worker in multiprocessing.active_children():
             worker.kill()
@@ -390,7 +388,7 @@ def test_a_run_whose_worker_is_killed_goes_on(bundle: Path, day: Path, tmp_path:
 
 
 @pytest.mark.parametrize("row_group", [150, ROWS])
-def test_a_file_that_is_replaced_while_it_is_scored_is_named(
+def test_a_file_replaced_during_the_run_is_named(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group: int
 ) -> None:
     """Also if it has one row group: `cp` writes over a file in place, and rows that are read afterwards are new."""

@@ -32,7 +32,7 @@ def assert_same(table: Any, expected: Any) -> None:
         np.testing.assert_allclose(numbers, right, rtol=1e-6, atol=1e-6)
 
 
-def test_a_table_is_scored_whatever_its_chunks(bundle: Path, day: Path, expected: Any) -> None:
+def test_a_table_is_scored_with_any_chunks(bundle: Path, day: Path, expected: Any) -> None:
     scorer = pickle.loads(pickle.dumps(Scorer(str(bundle), keep=["id"])))  # as engines send it to workers
     rows = parquet.read_table(day)
     assert_same(scorer(rows), expected)
@@ -77,7 +77,7 @@ def test_bad_rows_are_named_or_left_out(bundle: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("of_other", ["pandas", "numpy", "rows", "stream"])
-def test_batches_of_other_engines_formats_are_refused_with_the_cure(bundle: Path, of_other: str) -> None:
+def test_batches_in_formats_of_other_engines_are_refused_with_the_cure(bundle: Path, of_other: str) -> None:
     """Ray Data gives dicts of numpy by default; Spark's mapInPandas streams DataFrames."""
     table = day_table(3)
     batch: Any = {
@@ -105,7 +105,7 @@ def test_arguments_of_other_types_are_refused_by_name(bundle: Path, arguments: A
         Scorer(bundle, **arguments)
 
 
-def test_what_cannot_be_scored_is_refused_by_name(bundle: Path) -> None:
+def test_batches_that_cannot_be_scored_are_refused_by_name(bundle: Path) -> None:
     with pytest.raises(ConfigurationError, match="columns: 'nobody': expected an input of the model"):
         Scorer(bundle, columns={"nobody": "y"})
     with pytest.raises(ConfigurationError, match="the batch: expected a column 'user' for the input 'user'"):

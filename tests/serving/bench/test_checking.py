@@ -80,7 +80,7 @@ def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_pa
             assert line.startswith(f"output {output!r}: a score is off by ")
 
 
-def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) -> None:
+def test_answers_must_have_exactly_the_requested_outputs(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
     checker, engine, both = Checker(bundle), Engine(bundle), prepared_for(bundle)
     tensors = replace(both.tensors, outputs=["both", "embeddings"])
@@ -94,7 +94,7 @@ def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) 
     assert "shapes" in checker.differences_of(request, response({"both": answer["both"]}))[0]
 
 
-def test_what_comes_once_is_checked(tmp_path: Path) -> None:
+def test_shared_features_are_checked(tmp_path: Path) -> None:
     """As it is captured, and sent again."""
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
     checker, engine, whole = Checker(bundle), Engine(bundle), prepared_for(bundle)
@@ -142,7 +142,7 @@ def test_a_user_side_is_drawn_once(tmp_path: Path) -> None:
         assert checker.differences_of(Prepared(tensors, b"", 20), response(answer)) == []
 
 
-def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
+def test_nan_scores_are_accepted_only_where_expected(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
     checker, engine, request = Checker(bundle), Engine(bundle), prepared_for(bundle)
     answer = dict(engine.outputs(request.tensors))

@@ -56,7 +56,7 @@ def load(clients: int = 0, rate: float = 0, seconds: float = 1, repeats: int = 1
     return Traffic(clients=clients, rate=rate, seconds=seconds, repeats=repeats, warm_up_s=0, check=check)
 
 
-def test_a_stall_shows_in_every_request_that_it_held_up() -> None:
+def test_a_stall_adds_latency_to_every_request_that_was_due() -> None:
     """A closed loop sends nothing meanwhile, and has one slow answer; an open one has all that were due."""
     calls = Counter[str]()
 
@@ -79,7 +79,7 @@ def test_a_stall_shows_in_every_request_that_it_held_up() -> None:
     assert sum(run.latencies_s) <= run.seconds  # one after the other
 
 
-def test_requests_are_counted_with_their_samples_and_ids_and_errors_apart() -> None:
+def test_requests_are_counted_with_samples_ids_and_errors() -> None:
     calls = Counter[str]()
 
     def fail_every_other() -> None:
@@ -123,7 +123,9 @@ def test_deadlines_are_errors() -> None:
     ],
     ids=["busy", "late", "wrong", "believed", "few_answers"],
 )
-def test_numbers_about_the_generator_itself_are_refused(load_: Traffic, run: Repeat, why: str | None) -> None:
+def test_results_are_refused_if_the_generator_was_the_bottleneck(
+    load_: Traffic, run: Repeat, why: str | None
+) -> None:
     problem = refusal(load_, [Repeat(latencies_s=[0.01]), run])
     assert problem is None if why is None else why in str(problem)
 
@@ -160,7 +162,7 @@ def test_bags_have_the_pooling_factors_asked_for(bundle: Path) -> None:
         assert bags.mean() == pytest.approx(factors[name], rel=0.05)
 
 
-def test_the_reference_is_what_the_oracle_says_and_the_engine_answers(bundle: Path) -> None:
+def test_the_reference_agrees_with_the_oracle_and_the_engine(bundle: Path) -> None:
     """Over ids outside their tables too, each by its table's policy."""
     opened = open_bundle(bundle)
     features = opened.manifest.features

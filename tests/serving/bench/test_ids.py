@@ -31,6 +31,6 @@ def test_popularity_follows_zipf_s_law(exponent: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["zipf", "zipf:", "zipf:-1", "normal", ""])
-def test_a_distribution_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_distribution_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="expected uniform or zipf:EXPONENT"):
         Distribution.parse(text)

@@ -6,7 +6,7 @@ from serving.bench.generator import Repeat, Traffic
 from serving.bench.report import Figure, costs, summarize
 
 
-def test_a_report_says_the_median_of_repeats_and_their_extremes() -> None:
+def test_a_report_has_the_median_and_the_extremes_of_repeats() -> None:
     runs = [
         Repeat(seconds=2, latencies_s=[1e-3 * speed] * 200, samples=800, ids=2400, busy=0.1) for speed in (1, 5, 2)
     ]
@@ -21,7 +21,7 @@ def test_a_report_says_the_median_of_repeats_and_their_extremes() -> None:
     assert report.confidence == 0.75
 
 
-def test_costs_are_those_of_a_million_samples() -> None:
+def test_costs_are_reported_per_million_samples() -> None:
     runs = [Repeat(seconds=2, latencies_s=[2e-3] * 2000, samples=8000, ids=1, busy=0.1)]
     report = summarize(Traffic(clients=4, rate=0, seconds=2, repeats=1, warm_up_s=0, check=0), 4, runs)
     # 4,000 samples a second are a million in 250 s.

@@ -45,7 +45,7 @@ def test_a_map_with_other_bytes_is_found_by_its_digest(bundle: Path) -> None:
     assert tbe_export("verify", str(bundle)).exit_code == 1
 
 
-def test_a_map_with_rows_that_are_not_there_never_reaches_fbgemm(bundle: Path) -> None:
+def test_a_map_to_rows_outside_of_the_table_never_reaches_fbgemm(bundle: Path) -> None:
     engine = Engine.open(bundle)
     for table in engine.bundle.manifest.tables:
         assert table.id_map is not None

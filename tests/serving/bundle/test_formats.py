@@ -20,7 +20,7 @@ every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dt
 
 
 @every_dtype
-def test_fbgemm_calls_each_dtype_so(dtype: WeightDtype) -> None:
+def test_dtypes_have_the_names_and_bits_of_fbgemm_s_sparse_types(dtype: WeightDtype) -> None:
     sparse_type = SparseType.from_int(dtype.format.sparse_type)
     assert (sparse_type.name, sparse_type.bit_rate()) == (dtype.value, dtype.format.bits)
     assert WeightDtype(dtype.value) is dtype
@@ -29,7 +29,7 @@ def test_fbgemm_calls_each_dtype_so(dtype: WeightDtype) -> None:
 @every_dtype
 @pytest.mark.parametrize("trained", [torch.float32, torch.float16])
 @pytest.mark.parametrize("multiples", [1, 5])
-def test_what_is_packed_unpacks_within_its_bound(dtype: WeightDtype, trained: torch.dtype, multiples: int) -> None:
+def test_packed_rows_unpack_within_their_bound(dtype: WeightDtype, trained: torch.dtype, multiples: int) -> None:
     dim = 8 * multiples
     rows = (torch.randn(100, dim, generator=torch.Generator().manual_seed(dim)) * 3).to(trained)
     floats = rows.float().numpy()
@@ -70,13 +70,13 @@ def test_columns_are_cut_at_whole_bytes(dtype: WeightDtype) -> None:
 
 
 @every_dtype
-def test_torch_s_dtype_is_that_of_an_element_or_a_byte(dtype: WeightDtype) -> None:
+def test_the_torch_dtype_is_that_of_an_element_or_of_a_byte(dtype: WeightDtype) -> None:
     assert torch_dtype(dtype).itemsize * 8 == max(8, dtype.format.bits)
     assert torch_dtype(dtype).is_floating_point is isinstance(dtype.format, FloatRows)
 
 
 @every_dtype
-def test_the_kernel_is_told_the_widest_segment_of_each_dtype(dtype: WeightDtype) -> None:
+def test_the_kernel_gets_the_widest_segment_of_each_dtype(dtype: WeightDtype) -> None:
     segments = [Segment(dtype, width, 0) for width in (8, 24, 16)]
     tbe = TbeCall(segments, Pooling.SUM, OutputDtype.FP32, row_alignment=1)
     schema = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default._schema
@@ -98,7 +98,7 @@ def test_unknown_width_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @every_dtype
-def test_the_kernel_reads_the_numbers_that_rows_stand_for(dtype: WeightDtype) -> None:
+def test_the_kernel_reads_the_same_numbers_as_dequantize(dtype: WeightDtype) -> None:
     stored = quantize("t", 0, torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), dtype)
     tbe = torch.jit.script(TbeCall([Segment(dtype, 8, 0)], Pooling.SUM, OutputDtype.FP32, row_alignment=1))
     answer = tbe(stored.view(-1), torch.arange(16), torch.arange(17), None, None)

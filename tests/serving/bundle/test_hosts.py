@@ -127,7 +127,7 @@ def no_own_rank(manifest: Any) -> None:
         ),
     ],
 )
-def test_a_router_s_manifest_that_contradicts_itself_is_refused(router: Path, change: Change, message: str) -> None:
+def test_a_contradictory_router_manifest_is_refused(router: Path, change: Change, message: str) -> None:
     open_bundle(router)
     edit(router, change)
     with pytest.raises(BundleError, match=re.escape(message)) as refused:
@@ -147,14 +147,14 @@ def test_a_router_s_manifest_that_contradicts_itself_is_refused(router: Path, ch
         pytest.param(lambda m: m.update(requires=[]), "requires: expected ['hosts'", id="not required"),
     ],
 )
-def test_a_host_s_manifest_that_contradicts_itself_is_refused(host: Path, change: Change, message: str) -> None:
+def test_a_contradictory_host_manifest_is_refused(host: Path, change: Change, message: str) -> None:
     open_bundle(host)
     edit(host, change)
     with pytest.raises(BundleError, match=re.escape(message)):
         open_bundle(host)
 
 
-def test_a_manifest_of_format_4_has_every_rank_itself(mixed: Path, tmp_path: Path) -> None:
+def test_a_bundle_without_hosts_needs_a_file_for_each_rank(mixed: Path, tmp_path: Path) -> None:
     bundle = Path(shutil.copytree(mixed, tmp_path / "1"))
     edit(bundle, lambda m: m["plan"]["ranks"][0].update(weights=None))
     with pytest.raises(BundleError, match=r"hosts: expected one entry for each rank without a file"):
@@ -164,7 +164,7 @@ def test_a_manifest_of_format_4_has_every_rank_itself(mixed: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("key", "value"), [("plan", "zz"), ("model", "a/b"), ("host", -1), ("host", 9)], ids=lambda value: str(value)
 )
-def test_a_part_of_nothing_there_can_be_is_refused(host: Path, key: str, value: Any) -> None:
+def test_an_invalid_part_of_is_refused(host: Path, key: str, value: Any) -> None:
     edit(host, lambda manifest: manifest["part_of"].update({key: value}))
     with pytest.raises(
         BundleError, match="part_of: expected the name of a model, the host of the only rank and a SHA"

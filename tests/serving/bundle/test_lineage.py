@@ -34,12 +34,12 @@ def furthest(steps: set[Step], sequence: int, until: int = MOST) -> int:
 
 
 @given(STEPS, st.integers(0, MOST))
-def test_steps_in_order_reach_as_far_as_any_way(steps: set[Step], sequence: int) -> None:
+def test_sorted_steps_reach_as_far_as_any_path(steps: set[Step], sequence: int) -> None:
     assert reached(sorted(steps), sequence) == furthest(steps, sequence)
 
 
 @given(STEPS, st.integers(0, MOST), st.integers(0, MOST))
-def test_the_next_step_again_and_again_reaches_as_far_as_any_way(steps: set[Step], sequence: int, until: int) -> None:
+def test_repeated_next_steps_reach_as_far_as_any_path(steps: set[Step], sequence: int, until: int) -> None:
     """And takes no more steps than there are: each goes on."""
     expected = furthest(steps, sequence, until)
     count = 0
@@ -50,7 +50,7 @@ def test_the_next_step_again_and_again_reaches_as_far_as_any_way(steps: set[Step
 
 
 @given(st.integers(1, MOST_DELTAS), st.integers(0, MOST_DELTAS - 1))
-def test_a_name_says_its_step(sequence: int, since: int) -> None:
+def test_a_file_name_parses_back_to_its_step(sequence: int, since: int) -> None:
     step = Step(sequence, min(since, sequence - 1))
     assert step_of(delta_path(Path("f"), *step).name) == step
 
@@ -72,7 +72,7 @@ def test_a_name_says_its_step(sequence: int, since: int) -> None:
         "٠٠٠٠٠٠٠٠٠٠٠٧.safetensors",
     ],
 )
-def test_what_is_no_name_is_left_alone(name: str, tmp_path: Path) -> None:
+def test_files_with_other_names_are_ignored(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     (tmp_path / "000000000003.safetensors").touch()
     (tmp_path / "000000000009.since-3.safetensors").touch()
@@ -81,7 +81,7 @@ def test_what_is_no_name_is_left_alone(name: str, tmp_path: Path) -> None:
     assert listed(tmp_path) == [3]
 
 
-def test_a_step_says_what_it_is() -> None:
+def test_a_step_prints_its_range_of_deltas() -> None:
     assert [str(Step(7, 6)), str(Step(7, 2))] == ["delta 7", "deltas 3 to 7"]
 
 
@@ -107,7 +107,7 @@ def test_files_of_deltas_come_before_their_signatures() -> None:
         pytest.param(6, ["7"], id="is behind it"),
     ],
 )
-def test_what_squashed_deltas_stand_for_is_not_needed(after: int, expected: list[str]) -> None:
+def test_deltas_replaced_by_squashed_ones_are_not_needed(after: int, expected: list[str]) -> None:
     steps = {
         "4 since 0": Step(4, 0),
         "6 since 0": Step(6, 0),

@@ -111,13 +111,13 @@ def test_a_name_that_cannot_be_listed_or_logged_is_refused(bundle: Path, what: s
 
 
 @pytest.mark.parametrize("name", ["a,b", "a\nb", ""])
-def test_a_key_is_a_name_too(bundle: Path, name: str) -> None:
+def test_a_key_must_be_a_valid_name(bundle: Path, name: str) -> None:
     edit(bundle, lambda m: m["features"][1].update(shared_key=name))
     with pytest.raises(BundleError, match=r"feature 'item_id': shared_key .* expected a name without commas"):
         open_bundle(bundle)
 
 
-def test_a_key_that_is_left_out_is_not_null(bundle: Path) -> None:
+def test_null_is_refused_for_an_optional_key(bundle: Path) -> None:
     edit(bundle, lambda m: m["features"][1].update(shared_key=None))
     with pytest.raises(BundleError, match="feature 'item_id': shared_key: expected a name, or no such key, got null"):
         open_bundle(bundle)
@@ -179,7 +179,7 @@ def as_dtype(dim: int, dtype: str) -> Callable[[Any], None]:
         pytest.param(lambda m: m["files"].update({"x.py": m["files"]["model.py"]}), "got another 'x.py'", id="another file"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_the_table_the_rank_or_the_shard(
+def test_impossible_layouts_are_refused_by_table_rank_or_shard(
     bundle: Path, change: Callable[[Any], None], message: str
 ) -> None:
     edit(bundle, change)
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_refused_by_the_table_the_rank_or_the_shard(
 
 
 @pytest.mark.parametrize("name", ["model.py", "program.pt", "manifest.json", "manifest.sig"])
-def test_no_other_file_is_a_file_of_weights(bundle: Path, name: str) -> None:
+def test_other_files_of_a_bundle_are_refused_as_weights(bundle: Path, name: str) -> None:
     def take(manifest: Any) -> None:
         manifest["plan"]["ranks"][0]["weights"] = name
         weights = manifest["files"].pop("weights.0.bin")
@@ -262,7 +262,7 @@ def test_a_flipped_weight_is_found_by_verifying(bundle: Path) -> None:
         verify_digests(opened)
 
 
-def test_whether_weights_changed_is_the_kernel_s_to_say(bundle: Path) -> None:
+def test_changed_weights_are_recognized_by_ctime(bundle: Path) -> None:
     opened = open_bundle(bundle)
     weights = bundle / "weights.0.bin"
     created = weights.stat().st_ctime
@@ -277,7 +277,7 @@ def test_whether_weights_changed_is_the_kernel_s_to_say(bundle: Path) -> None:
     assert weights_changed_since(opened, moment)
 
 
-def test_no_manifest_at_all_and_no_json(bundle: Path, tmp_path: Path) -> None:
+def test_a_missing_manifest_and_invalid_json_are_refused(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"expected one of versions \[1\]"):
         open_bundle(tmp_path / "nowhere")
     (bundle / "manifest.json").write_text("{")

@@ -50,7 +50,7 @@ def test_a_release_is_written_beside_the_model_and_replaced(target: Target) -> N
         ("n", "1", "n/config.pbtxt: cannot be read: No such file or directory"),
     ],
 )
-def test_what_is_not_published_is_not_released(target: Target, name: str, version: str, message: str) -> None:
+def test_unpublished_versions_are_not_released(target: Target, name: str, version: str, message: str) -> None:
     done = tbe_export("release", str(target.repository / name), version)
     assert done.exit_code == 1
     assert message in done.stderr
@@ -58,7 +58,7 @@ def test_what_is_not_published_is_not_released(target: Target, name: str, versio
 
 
 @pytest.mark.parametrize("name", ["weights.0.bin", "program.pt", "manifest.json"])
-def test_what_is_damaged_is_not_released(target: Target, name: str) -> None:
+def test_damaged_versions_are_not_released(target: Target, name: str) -> None:
     release(target, "1")
     flip(target.model / "2" / name)
     done = tbe_export("release", str(target.model), "1", "2")
@@ -112,7 +112,7 @@ def test_a_release_that_no_trusted_key_signed_is_refused(target: Target, spoil: 
     ["", "7", "{}", '{"versions":[],"sequence":1}', '{"versions":[0],"sequence":1}', '{"versions":["7"],"sequence":1}',
      '{"versions":[7],"sequence":1,"more":1}', '{"versions":[7]}'],
 )  # fmt: skip
-def test_what_is_no_release_is_refused(tmp_path: Path, content: str) -> None:
+def test_invalid_release_files_are_refused(tmp_path: Path, content: str) -> None:
     release_path(tmp_path / "m").write_text(content)
     with pytest.raises(BundleError, match=r"m\.release\.json: expected what `tbe-export release` writes"):
         read_release(tmp_path / "m")

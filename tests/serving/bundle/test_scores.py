@@ -114,7 +114,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
 
 
 @pytest.mark.parametrize("some", one_in(2, [60, 600]))
-def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path, some: int) -> None:
+def test_an_edited_dense_part_is_refused_by_name_or_loads(tmp_path: Path, some: int) -> None:
     bundle = with_histories(export_model(Mixed(), tmp_path / "r", "m", FP32), fixed_lengths={"seen": 2})
     manifest = json.loads((bundle / "manifest.json").read_text())
     every = list(edits(manifest["dense_part"]))
@@ -152,7 +152,7 @@ def no_program(bundle: Path, name: str) -> None:
     edit(bundle, lambda manifest: manifest["files"].update({name: digest}))
 
 
-def test_a_file_that_torch_cannot_load_is_named_and_the_next_one_serves(bundle: Path) -> None:
+def test_the_next_file_serves_if_torch_cannot_load_one(bundle: Path) -> None:
     no_program(bundle, SCORES)
     loaded = Engine.open(bundle).dense_part
     assert loaded is not None

@@ -56,7 +56,7 @@ def test_a_signed_bundle_opens_with_its_key_alone_or_among_others(bundle: Path, 
     open_bundle(bundle)
 
 
-def test_openssl_agrees(bundle: Path, keys: Path) -> None:
+def test_signatures_are_interchangeable_with_openssl_s(bundle: Path, keys: Path) -> None:
     """A signature of ours is one of OpenSSL's, and the other way round."""
     statement = bundle.parent / "statement"
     statement.write_bytes(STATEMENT + (bundle / MANIFEST).read_bytes())
@@ -94,7 +94,7 @@ def change(path: Path, position: int) -> None:
         pytest.param(lambda b: change(b / "model.py", 3), r"model\.py: expected SHA-256", id="model.py"),
     ],
 )  # fmt: skip
-def test_what_was_changed_after_signing_is_refused(
+def test_unsigned_bundles_and_files_changed_after_signing_are_refused(
     bundle: Path, keys: Path, harm: Callable[[Path], None], message: str
 ) -> None:
     harm(bundle)
@@ -119,7 +119,7 @@ def test_an_old_signature_is_refused_with_what_to_do(bundle: Path, keys: Path) -
         open_bundle(bundle, TrustedKeys.read(keys / "trusted.pem"))
 
 
-def test_every_version_is_signed_as_what_it_became(keys: Path, tmp_path: Path) -> None:
+def test_the_signature_names_the_assigned_version(keys: Path, tmp_path: Path) -> None:
     trusted = TrustedKeys.read(keys / "trusted.pem")
     for version in (None, 7, None):
         published = export_model(collection(SUM), tmp_path / "r", "m", version=version, signing_key=keys / "key.pem")
@@ -150,14 +150,14 @@ def test_trusted_keys_are_read_strictly(tmp_path: Path, content: bytes, message:
 
 
 @pytest.mark.promise("A private key is refused as a trusted key and is not shown")
-def test_a_private_key_is_not_taken_for_a_trusted_one_nor_shown(keys: Path) -> None:
+def test_a_private_key_is_refused_as_a_trusted_one_and_not_shown(keys: Path) -> None:
     with pytest.raises(ConfigurationError, match="got PRIVATE KEY") as refused:
         TrustedKeys.read(keys / "key.pem")
     secret = (keys / "key.pem").read_text().splitlines()[1]
     assert secret not in str(refused.value)
 
 
-def test_a_signing_key_that_cannot_be_used_publishes_nothing(keys: Path, tmp_path: Path) -> None:
+def test_an_unusable_signing_key_publishes_nothing(keys: Path, tmp_path: Path) -> None:
     locked = tmp_path / "locked.pem"
     openssl("pkey", "-in", keys / "key.pem", "-aes256", "-passout", "pass:hunter2", "-out", locked)
     for path, message in (

@@ -64,7 +64,7 @@ def tls(pems: Path, **changes: Path | str | None) -> Tls:
 KNOWN = {"triton-grpc-protocol-tbe": "let-me-in"}
 
 
-def test_mutual_tls_and_a_secret(secured: Server, pems: Path) -> None:
+def test_clients_connect_with_mutual_tls_and_a_secret(secured: Server, pems: Path) -> None:
     with LookupClient(secured.grpc, "m", 30, tls=tls(pems), metadata=KNOWN) as client:
         assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
 
@@ -86,7 +86,7 @@ def test_mutual_tls_and_a_secret(secured: Server, pems: Path) -> None:
         pytest.param({}, {"triton-grpc-protocol-tbe": "guess"}, id="a wrong secret"),
     ],
 )
-def test_who_should_not_get_in_does_not(
+def test_unauthenticated_clients_are_refused(
     secured: Server, pems: Path, changes: dict[str, Path | str | None], metadata: dict[str, str]
 ) -> None:
     with (
@@ -98,7 +98,7 @@ def test_who_should_not_get_in_does_not(
         client.lookup({"x": [[1]]})
 
 
-def test_in_the_clear_nothing_comes_of_it(secured: Server) -> None:
+def test_a_client_without_tls_is_refused(secured: Server) -> None:
     with (
         LookupClient(secured.grpc, "m", 60, metadata=KNOWN, retries=Retries(attempts=1)) as client,
         pytest.raises(ServerUnavailable),
@@ -106,7 +106,7 @@ def test_in_the_clear_nothing_comes_of_it(secured: Server) -> None:
         client.lookup({"x": [[1]]})
 
 
-def test_a_server_that_asks_for_no_certificate_is_spoken_to_with_a_root_alone(pems: Path, one_model: Path) -> None:
+def test_a_root_certificate_is_enough_without_mutual_tls(pems: Path, one_model: Path) -> None:
     access = Access(tls=ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key"))
     alone = Tls(root_certificates=pems / "root.pem", server_name="lookup.test")
     with (
@@ -151,7 +151,7 @@ def test_any_client_takes_answers_through_shared_memory(server: Server) -> None:
         shared_memory.destroy_shared_memory_region(region)
 
 
-def test_an_async_client_answers_as_the_other(server: Server) -> None:
+def test_both_clients_give_equal_answers(server: Server) -> None:
     random = np.random.default_rng(2)
     requests = [random_bags(random, MIXED, int(random.integers(0, 20))) for _ in range(50)]
     with LookupClient(server.grpc, "mixed", 30) as client:
@@ -175,7 +175,7 @@ def test_answers_in_fp16_stay_fp16(server: Server, repository: Path) -> None:
         np.testing.assert_array_equal(answer[name], rows)
 
 
-def test_ids_alone_and_a_kjt_of_int32_are_answered_as_bags_are(server: Server, mixed: Path) -> None:
+def test_flat_ids_and_an_int32_kjt_are_answered_like_bags(server: Server, mixed: Path) -> None:
     """One id for each sample, and ids as many trainings have them: by both clients and in this process."""
     bags = {"user_id": [[3], [499], [0]], "genres": [[1, 2], [], [7]]}
     int32 = torch.tensor([3, 499, 0, 1, 2, 7], dtype=torch.int32)
@@ -220,7 +220,7 @@ def test_a_client_imports_fast_and_little() -> None:
 
 @pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient, Engine])
 @pytest.mark.parametrize("method", ["lookup", "score", "stream"])
-def test_help_starts_with_what_a_person_needs(kind: type, method: str) -> None:
+def test_help_of_client_methods_has_a_short_signature(kind: type, method: str) -> None:
     """A signature that can be read: the forms of ids alone take four thousand characters. Then a sentence."""
     assert len(str(inspect.signature(getattr(kind, method)))) < 500
     assert inspect.getdoc(getattr(kind, method))

@@ -21,7 +21,7 @@ from tests.support.lookups import Lookup
 
 
 @pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient])
-def test_a_server_that_does_not_answer_leaves_time_for_another(
+def test_a_silent_server_leaves_time_for_another(
     kind: type[LookupClient | AsyncLookupClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three quarters of it: more than by default, since the machine may be busy. Both servers are connected before,
@@ -128,7 +128,7 @@ def test_several_addresses_take_turns(lookup: Lookup) -> None:
         assert lookup([first, second])["x"].shape == (2, 2)
 
 
-def test_a_server_that_is_gone_is_passed_over() -> None:
+def test_a_dead_server_is_skipped() -> None:
     fake = FakeServer()
     with serving(fake) as address, LookupClient(["127.0.0.1:1", address], "m", 20) as client:
         for _ in range(10):
@@ -136,7 +136,7 @@ def test_a_server_that_is_gone_is_passed_over() -> None:
     assert len(fake.calls) == 10
 
 
-def test_many_at_once_share_one_channel(fake: FakeServer, address: str) -> None:
+def test_concurrent_calls_share_one_channel(fake: FakeServer, address: str) -> None:
     async def run() -> list[Answer]:
         async with AsyncLookupClient(address, "m", 20) as client:
             return await asyncio.gather(*(client.lookup({"x": [[number]] * number}) for number in range(1, 50)))
@@ -173,12 +173,12 @@ def test_a_closed_client_says_so(address: str) -> None:
         pytest.param({"tls": Tls(root_certificates=Path("/nowhere.pem"))}, r"/nowhere.pem: cannot be read: ", id="no root"),
     ],
 )  # fmt: skip
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LookupClient(**({"addresses": "127.0.0.1:1", "model": "m"} | arguments))
 
 
-def test_an_address_among_several_has_to_be_found() -> None:
+def test_an_unresolvable_address_among_several_is_refused() -> None:
     with pytest.raises(ServerUnavailable, match=r"no\.such\.host\.invalid:1: expected host:port of a host"):
         LookupClient(["127.0.0.1:1", "no.such.host.invalid:1"], "m")
 

@@ -44,7 +44,7 @@ async def made_and_used(address: str) -> AsyncLookupClient:
     return client
 
 
-def test_a_client_that_is_made_without_a_loop_belongs_to_the_first_that_uses_it(address: str) -> None:
+def test_a_client_made_without_a_loop_binds_to_the_first_one(address: str) -> None:
     client = AsyncLookupClient(address, "m")
 
     async def run() -> None:
@@ -64,7 +64,7 @@ def test_another_event_loop_is_refused(before: Any, address: str) -> None:
         asyncio.run(ask(client))
 
 
-def test_a_loop_of_another_thread_is_refused_while_the_first_goes_on(address: str) -> None:
+def test_a_loop_of_another_thread_is_refused_while_the_first_runs(address: str) -> None:
     async def run() -> None:
         client = await made_and_used(address)
         with pytest.raises(ConfigurationError, match="in another event loop"):
@@ -77,7 +77,7 @@ def test_a_loop_of_another_thread_is_refused_while_the_first_goes_on(address: st
     asyncio.run(run())
 
 
-def test_without_an_event_loop(address: str) -> None:
+def test_a_call_without_an_event_loop_is_refused(address: str) -> None:
     client = AsyncLookupClient(address, "m")
     with pytest.raises(ConfigurationError, match="expected to be awaited in a running event loop"):
         ask(client).send(None)
@@ -86,7 +86,7 @@ def test_without_an_event_loop(address: str) -> None:
             one.close().send(None)
 
 
-def test_a_client_that_is_closed_while_it_is_asked(
+def test_closing_a_client_cancels_its_pending_calls(
     waiting_call: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
     _, address, received, _ = waiting_call
@@ -104,7 +104,7 @@ def test_a_client_that_is_closed_while_it_is_asked(
     asyncio.run(run())
 
 
-def test_a_blocking_client_that_is_closed_while_it_is_asked(
+def test_closing_a_blocking_client_cancels_its_pending_call(
     waiting_call: tuple[FakeServer, str, threading.Event, threading.Event],
 ) -> None:
     _, address, received, _ = waiting_call
@@ -147,7 +147,7 @@ def test_a_task_that_is_cancelled_is_cancelled(
     asyncio.run(run())
 
 
-def test_an_answer_that_is_no_message(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_no_message_is_an_internal_error(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """grpc.aio gives None for it."""
 
     async def run() -> None:

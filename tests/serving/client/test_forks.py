@@ -79,7 +79,7 @@ def test_a_forked_child_makes_its_own_connection(fake: FakeServer, address: str)
     assert peers[1] != peers[0]
 
 
-def test_a_child_that_was_forked_during_a_call_is_refused_in_time() -> None:
+def test_a_child_forked_during_a_call_is_refused_in_time() -> None:
     fake, released = FakeServer(), threading.Event()
 
     def hold(_: Any) -> None:

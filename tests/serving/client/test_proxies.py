@@ -122,7 +122,7 @@ def test_no_proxy_leaves_hosts_out_as_grpc_reads_it(
     "address",
     ["127.0.0.1:1", "127.5.0.1:1", "localhost:1", "LocalHost.:1", "a.localhost:1", "[::1]:1", "ipv6:[::1]:1"],
 )
-def test_what_is_this_machine(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_this_machine_are_recognized(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy.test:3128")
     assert not may_be_proxied([address])
     assert proxy_note([address]) is None

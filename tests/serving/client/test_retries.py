@@ -50,7 +50,7 @@ STATUSES: dict[grpc.StatusCode, tuple[type[ServingError], bool]] = {
 }
 
 
-def test_no_status_of_grpc_is_forgotten() -> None:
+def test_every_grpc_status_has_an_error() -> None:
     assert set(STATUSES) == set(grpc.StatusCode) - {grpc.StatusCode.OK}
 
 
@@ -67,7 +67,7 @@ def test_every_status_is_a_typed_error(
     assert caught.value.retryable or not retried
 
 
-def test_an_answer_after_two_failures_is_an_answer(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_a_call_succeeds_after_two_failures(lookup: Lookup, fake: FakeServer, address: str) -> None:
     def fail(context: Any) -> None:
         if len(fake.calls) < 3:
             context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
@@ -99,7 +99,7 @@ def test_a_model_that_is_about_to_serve_again_is_waited_for(
 
 
 @pytest.mark.parametrize("said", [RELOADED, DEAD, FULL], ids=["reloaded", "dead", "full"])
-def test_what_is_not_over_in_time_is_retryable_and_says_so(
+def test_a_call_that_times_out_is_retryable(
     lookup: Lookup, fake: FakeServer, address: str, said: tuple[grpc.StatusCode, str]
 ) -> None:
     fake.fail = lambda context: context.abort(*said)
@@ -113,7 +113,7 @@ def test_what_is_not_over_in_time_is_retryable_and_says_so(
     assert len(fake.calls) == tries + 1
 
 
-def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_a_missing_model_is_not_retried(lookup: Lookup, fake: FakeServer, address: str) -> None:
     for said in ("'m' version 7 is not found", "'has no available versions' version 7 is not found"):
         fake.calls.clear()
         fake.fail = lambda context, said=said: context.abort(  # type: ignore[misc]
@@ -126,7 +126,7 @@ def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fa
         assert len(fake.calls) == 1
 
 
-def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_a_model_seen_before_is_waited_for(lookup: Lookup, fake: FakeServer, address: str) -> None:
     """A tritonserver that was started anew listens before it knows its models."""
 
     def fail(context: Any) -> None:
@@ -140,14 +140,14 @@ def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: FakeServer, 
         lookup(address, retries=Retries(attempts=1))
 
 
-def test_one_attempt_is_one_attempt(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_a_single_attempt_is_not_retried(lookup: Lookup, fake: FakeServer, address: str) -> None:
     fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "no")
     with pytest.raises(ServerUnavailable):
         lookup(address, retries=Retries(attempts=1))
     assert len(fake.calls) == 1
 
 
-def test_a_large_message_is_tried_again_too(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_a_large_message_is_retried(lookup: Lookup, fake: FakeServer, address: str) -> None:
     """gRPC forgets messages over 256 KiB unless it is told to keep them."""
 
     def fail(context: Any) -> None:
@@ -167,7 +167,7 @@ def test_retries_are_bounded(attempts: int) -> None:
         Retries(attempts=attempts)
 
 
-def test_a_backoff_that_grpc_would_forget_is_refused(fake: FakeServer, address: str) -> None:
+def test_a_backoff_below_the_precision_of_grpc_is_refused(fake: FakeServer, address: str) -> None:
     with pytest.raises(ConfigurationError, match=r"backoff_s: expected 0\.002 to 1000000, got 0\.001"):
         Retries(backoff_s=0.001)
     fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "no")
@@ -176,7 +176,7 @@ def test_a_backoff_that_grpc_would_forget_is_refused(fake: FakeServer, address: 
             lookup_sync(address, retries=Retries(attempts=2, backoff_s=0.002))
 
 
-def test_what_is_tried_again_is_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_are_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
     errors: list[ServingError] = [SharedMemoryFull("full"), ModelUnavailable("loading"), DeadlineExceeded("late")]
 
     async def attempt(_: float) -> str:

@@ -32,9 +32,7 @@ class Dying(FakeServer):
         return pb.ModelReadyResponse(ready=request.version == "9")
 
 
-def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_is_named(
-    one_model: Path, tmp_path: Path
-) -> None:
+def test_servers_are_queried_over_tls_and_a_dead_one_is_named(one_model: Path, tmp_path: Path) -> None:
     pems = write_certificates(tmp_path, server="lookup.test", client="client.test")
     secured = ServerTls(
         certificate=pems / "server.pem", private_key=pems / "server.key", client_root=pems / "root.pem"
@@ -56,7 +54,7 @@ def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_i
         assert refused.problem is not None
 
 
-def test_what_is_not_ready_is_not_served() -> None:
+def test_unready_models_are_not_listed_as_served() -> None:
     fake = Dying()
     with serving(fake) as address:
         (info,) = query_servers(Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"}))

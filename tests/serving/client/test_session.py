@@ -74,7 +74,7 @@ def test_a_request_over_the_limits_is_not_sent(lookup: Lookup, fake: FakeServer,
     lookup(address, {"x": [[1], [2], [3, 4]]})
 
 
-def test_limits_that_were_raised_hold_for_a_client_that_knew_others(fake: FakeServer, address: str) -> None:
+def test_a_client_follows_limits_raised_on_the_server(fake: FakeServer, address: str) -> None:
     fake.parameters |= {"max_request_samples": "3"}
     with LookupClient(address, "m", timeout_s=100) as client:
         client.lookup({"x": [[1]]})
@@ -82,7 +82,7 @@ def test_limits_that_were_raised_hold_for_a_client_that_knew_others(fake: FakeSe
         assert client.lookup({"x": [[1]] * 4})["x"].shape == (4, 2)
 
 
-def test_a_call_s_own_deadline_and_trace(fake: FakeServer, address: str) -> None:
+def test_a_call_may_have_its_own_deadline_and_trace(fake: FakeServer, address: str) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with LookupClient(address, "m", timeout_s=1000) as client:
         client.lookup({"x": [[1]]}, timeout_s=100, trace=trace)
@@ -91,7 +91,7 @@ def test_a_call_s_own_deadline_and_trace(fake: FakeServer, address: str) -> None
     assert metadata["traceparent"] == trace
 
 
-def test_metadata_goes_with_each_call_and_a_function_is_asked_each_time(
+def test_metadata_is_sent_with_each_call_and_its_function_called_each_time(
     lookup: Lookup, fake: FakeServer, address: str
 ) -> None:
     lookup(address, metadata={"Authorization": "Bearer one"})
@@ -129,7 +129,7 @@ def test_metadata_that_grpc_cannot_send_is_refused_by_key(
         lookup(address, metadata=lambda: metadata)
 
 
-def test_all_that_grpc_can_send_is_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_all_valid_metadata_is_sent(lookup: Lookup, fake: FakeServer, address: str) -> None:
     lookup(address, metadata={"A_.-9": " ~x", "b-bin": b"\xff\x00", "c": ""})
     sent: dict[str, Any] = {**fake.calls[-1][1]}
     assert (sent["a_.-9"], sent["b-bin"], sent["c"]) == (" ~x", b"\xff\x00", "")
@@ -140,13 +140,15 @@ def test_a_connection_shows_no_secrets() -> None:
     assert "Bearer" not in repr(connection)
 
 
-def test_answers_are_views_of_what_came(lookup: Lookup, address: str) -> None:
+def test_answers_are_read_only_views_of_the_response(lookup: Lookup, address: str) -> None:
     rows = lookup(address)["x"]
     assert not rows.flags.owndata
     assert not rows.flags.writeable
 
 
-def test_an_answer_of_another_shape_is_no_answer(lookup: Lookup, fake: FakeServer, address: str) -> None:
+def test_an_answer_of_an_unexpected_shape_is_an_internal_error(
+    lookup: Lookup, fake: FakeServer, address: str
+) -> None:
     fake.dim = 3
     with pytest.raises(
         InternalError, match=r"expected embeddings of shape \[1, 2, 2\], got \[1, 2, 3\]: .*new client"

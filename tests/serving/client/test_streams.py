@@ -72,7 +72,7 @@ def batch(samples: int) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("chunks_of_two")
-def test_batches_are_answered_in_order_whatever_request_is_answered_first(
+def test_batches_are_answered_in_order_when_requests_finish_out_of_order(
     fake: FakeServer, address: str, stream: Stream
 ) -> None:
     first = threading.Event()
@@ -155,7 +155,7 @@ def assert_answered_before(failure: Exception, answers: Iterator[Any]) -> None:
 
 
 @pytest.mark.parametrize("failure", [OSError("no such file"), InvalidRequest("not of this stream")], ids=type)
-def test_an_error_of_reading_batches_comes_after_the_answers_to_earlier_ones(
+def test_an_error_of_the_iterable_follows_the_answers_to_earlier_batches(
     address: str, stream: Stream, failure: Exception
 ) -> None:
     """Requests may be in flight when it is raised. It is raised also where errors of batches are yielded."""
@@ -257,7 +257,7 @@ def test_lookups_have_no_outputs_to_choose(address: str) -> None:
         client.stream([], method="lookup", outputs=["click"])
 
 
-def test_a_hundred_thousand_rows_are_scored_as_an_engine_scores_them(tmp_path: Path) -> None:
+def test_a_hundred_thousand_rows_are_scored_as_by_an_engine(tmp_path: Path) -> None:
     """More rows than a request may have."""
     repository = tmp_path / "repository"
     bundle = export_model(ranker(), repository, "ranker", ExportConfig(scores=True))

@@ -51,12 +51,12 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_all_addresses_of_all_names_are_taken(resolver: Resolver) -> None:
+def test_all_addresses_of_all_names_are_used(resolver: Resolver) -> None:
     resolver.names = {"one.test": ["10.0.0.1:1", "10.0.0.2:1"], "two.test": ["10.0.0.3:2", "10.0.0.1:1"]}
     assert Target(NAMES).now() == "ipv4:10.0.0.1:1,10.0.0.2:1,10.0.0.3:2"
 
 
-def test_one_address_is_left_to_grpc(resolver: Resolver) -> None:
+def test_a_single_address_is_resolved_by_grpc(resolver: Resolver) -> None:
     assert resolver.names == {}
     assert Target(["one.test:1"]).now() == "one.test:1"
 
@@ -67,7 +67,7 @@ def test_a_name_that_cannot_be_resolved_at_first_is_refused(resolver: Resolver) 
         Target(NAMES)
 
 
-def test_a_name_keeps_what_it_stood_for_until_it_stands_for_another(resolver: Resolver) -> None:
+def test_a_name_keeps_its_addresses_until_they_change(resolver: Resolver) -> None:
     resolver.names = {"one.test": ["10.0.0.1:1", "10.0.0.2:1"], "two.test": ["10.0.0.3:2"]}
     target = Target(NAMES)
     resolver.names = {"one.test": ["10.0.0.2:1", "10.0.0.1:1"], "two.test": []}  # in another order, and gone
@@ -99,7 +99,7 @@ def test_names_are_not_resolved_for_each_call(resolver: Resolver, monkeypatch: p
         ("ipv6:[::1]:1", "::1"),
     ],
 )
-def test_the_host_of_an_address(address: str, host: str) -> None:
+def test_the_host_of_an_address_is_parsed(address: str, host: str) -> None:
     assert address_host(address) == host
 
 
@@ -142,7 +142,7 @@ def test_a_call_in_progress_is_answered_while_names_move(
     asyncio.run(run())
 
 
-def test_real_names_that_get_other_addresses(tmp_path: Path) -> None:
+def test_clients_and_routers_follow_names_to_new_addresses(tmp_path: Path) -> None:
     """One name and several, in clients and in the channels of a router, by /etc/hosts of a namespace of its own."""
     hosts = tmp_path / "hosts"
     hosts.touch()

@@ -86,7 +86,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
+def test_captured_requests_are_replayed(tmp_path: Path) -> None:
     exported(tmp_path, weighted=True)
     file = tmp_path / "captured.jsonl"
     good = {

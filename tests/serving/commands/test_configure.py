@@ -20,7 +20,9 @@ from tests.support.servers import tbe_serve
 @pytest.mark.parametrize(
     ("setting", "value"), [("capture", "/tmp"), ("capture_slow_ms", "5"), ("warm_up", "captured.jsonl")]
 )
-def test_what_can_be_set_can_be_unset(setting: str, value: str, repository: Path, tmp_path: Path) -> None:
+def test_capture_and_warm_up_settings_can_be_unset(
+    setting: str, value: str, repository: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "mixed"
     model.mkdir()
     (model / "config.pbtxt").write_text((repository / "mixed" / "config.pbtxt").read_text())
@@ -62,7 +64,7 @@ def test_a_config_without_instances_is_configured(tmp_path: Path) -> None:
     assert "KIND_CPU" in (tmp_path / "config.pbtxt").read_text()
 
 
-def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Path) -> None:
+def test_configure_changes_only_the_given_settings(tmp_path: Path) -> None:
     bundle = exported(tmp_path, queue_requests=7)
     model = str(bundle.parent)
     before = json.loads(tbe_serve("configure", model, "--json").stdout)
@@ -107,7 +109,7 @@ def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Pat
     ],
     ids=lambda options: options[0],
 )
-def test_what_only_a_router_has_a_use_for_is_refused_elsewhere(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_router_settings_are_refused_for_other_models(options: tuple[str, ...], tmp_path: Path) -> None:
     bundle = exported(tmp_path / "r")
     before = (bundle.parent / "config.pbtxt").read_bytes()
     done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--instances", "2", *options])
@@ -126,7 +128,7 @@ def shown(model: Path, *options: str) -> tuple[dict[str, str], dict[str, Any]]:
     return text, json.loads(CliRunner().invoke(app, ["configure", str(model), "--json"]).stdout)
 
 
-def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
+def test_effective_defaults_are_shown(tmp_path: Path) -> None:
     """Of the settings that mean something for the model."""
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
     router = export_hosts(tmp_path, collection(SUM), ExportConfig(sharding=sharding)).parent

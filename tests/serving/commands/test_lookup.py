@@ -57,7 +57,7 @@ def test_lookup_without_a_server_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
+def test_undecodable_lines_are_reported_and_the_others_answered() -> None:
     lines = (
         b'\xff\n{"x": [['
         + b"9" * 5000

@@ -56,7 +56,7 @@ def test_a_day_is_scored_with_a_bundle_and_with_a_server(
     assert "scored 0 rows" in again.stdout
 
 
-def test_columns_have_other_names(scored: Path, tmp_path: Path) -> None:
+def test_columns_of_other_names_are_mapped_by_a_file(scored: Path, tmp_path: Path) -> None:
     table = day_table()
     item = np.stack(table["item"].to_numpy())
     renamed = table.rename_columns({"x": "clicks"}).drop_columns(["item"])
@@ -117,7 +117,7 @@ def test_skipped_rows_are_counted(scored: Path, tmp_path: Path) -> None:
         pytest.param(("--bundle", "RANKER", "--on-error", "stop"), "'stop'", id="another word"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
+def test_options_and_models_that_cannot_score_are_refused(
     scored: Path, day: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     bundles = {name.upper(): str(scored / name / "1") for name in ("ranker", "mixing", "without")}

@@ -36,7 +36,7 @@ triton.instruction_set, triton.slow_kernels = lambda: "anyarch", lambda _: "slow
 """
 
 
-def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_path: Path) -> None:
+def test_status_shows_a_local_server_in_full_and_the_versions_of_a_fleet(tmp_path: Path) -> None:
     for seed in (1, 2):
         bundle = export_model(collection(SUM, seed=seed), tmp_path / "r", "m")
     assert tbe_serve("configure", str(bundle.parent), "--instances", "2", "--max-busy-ms", "300").returncode == 0
@@ -106,7 +106,7 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         assert [line.split() for line in done.stdout.splitlines()][1] == [one.grpc, "2.51.0", "m", "2", "ready"]
 
 
-def test_status_says_what_a_load_chose_and_why_a_version_could_not_be_loaded(tmp_path: Path) -> None:
+def test_status_shows_what_a_load_chose_and_why_a_version_failed(tmp_path: Path) -> None:
     repository = tmp_path / "r"
     for seed in (1, 2):
         export_model(collection(SUM, seed=seed), repository, "m")
@@ -169,7 +169,7 @@ def serving_version(instruction_set: str, *programs: Programs) -> VersionStatus:
     )
 
 
-def test_a_server_whose_kernels_are_slow_says_so(tmp_path: Path) -> None:
+def test_status_shows_slow_kernels(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     replace_model_py(bundle, SLOW_KERNELS)
     with running(tmp_path / "r") as server:
@@ -198,7 +198,7 @@ def wait_until_recovered(grpc: str) -> None:
         (("--fleet", "a:1", "--metadata", "/nowhere"), "--metadata /nowhere: No such file or directory"),
     ],
 )
-def test_what_cannot_be_asked_is_named(arguments: tuple[str, ...], message: str) -> None:
+def test_a_failed_status_call_says_why(arguments: tuple[str, ...], message: str) -> None:
     done = tbe_serve("status", *arguments)
     assert done.returncode == 1
     assert message in done.stderr

@@ -38,7 +38,7 @@ def load(server: Running, *more: str) -> Result:
 
 
 @pytest.mark.promise("A model that is reloaded after its repository was changed is the signed one")
-def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: Target) -> None:
+def test_a_server_with_a_changed_repository_recovers_the_signed_files(target: Target) -> None:
     with running(target.repository, "--trusted-keys", str(target.trusted)) as server:
         add_code(target, target.newest)
         (target.newest / "model.py").write_text(target.code)
@@ -55,7 +55,7 @@ def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: T
 
 
 @pytest.mark.long
-def test_a_running_server_loads_what_is_signed_alone(target: Target, tmp_path: Path) -> None:
+def test_a_running_server_loads_only_signed_versions_and_settings(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "private"
     folder.mkdir()
     options = ("--trusted-keys", str(target.trusted), "--private-folder", str(folder), "--min-version", "m=2")
@@ -95,7 +95,7 @@ def test_the_command_refuses_before_tritonserver_starts(target: Target) -> None:
     assert "m/3/manifest.sig: cannot be read: No such file or directory: only what a key of" in done.stderr
 
 
-def test_the_oldest_version_of_a_model_that_is_not_served_is_refused(target: Target) -> None:
+def test_the_oldest_version_of_an_unserved_model_is_refused(target: Target) -> None:
     """A mistyped name would leave the model without its bound."""
     options = ("--trusted-keys", str(target.trusted), "--min-version", "movie=3", "--min-version", "m=1")
     done = tbe_serve("run", str(target.repository), *FREE_PORTS, *options)

@@ -63,7 +63,7 @@ def parse(bundle: Bundle, content: bytes) -> Any:
     return parse_delta(Path("d"), content, bundle.manifest, lineage_of(bundle.digest), Step(7, 6))
 
 
-def test_what_safetensors_writes_is_read(bundle: Bundle) -> None:
+def test_a_file_written_by_safetensors_is_read(bundle: Bundle) -> None:
     rows = np.arange(3 * (DIM + 4), dtype=np.uint8).reshape(3, DIM + 4)
     delta = parse(bundle, sealed(save(tensors(**{"t/rows": rows}), metadata(bundle))))
     assert (delta.sequence, delta.written_at, [*delta.tables]) == (7, 1795600000.5, ["t"])
@@ -214,7 +214,7 @@ def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundl
         assert ids.max() < ROWS
 
 
-def test_verify_reads_deltas_and_names_what_is_damaged_or_missing(tmp_path: Path) -> None:
+def test_verify_names_damaged_and_missing_deltas(tmp_path: Path) -> None:
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     folder = tmp_path / "r.deltas" / "m" / lineage_of(open_bundle(path).digest)
     for number in range(1, 6):
@@ -261,9 +261,7 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     assert lines[2]["message"] == "m 1: deltas are applied up to 2"
 
 
-def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_and_resumed_deltas_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     folder = tmp_path / "r.deltas" / "m" / lineage_of(open_bundle(path).digest)
     folder.mkdir(parents=True)
@@ -304,7 +302,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
 
 
-def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
+def test_a_removed_or_replaced_applied_delta_stops_later_deltas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would serve another history than servers that start now, and nobody would know."""
@@ -332,9 +330,7 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
 
 
 @pytest.mark.parametrize("years", one_in(2, [-40, 40]))
-def test_a_clock_that_is_wrong_keeps_no_delta_back(
-    years: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_clock_delays_no_delta(years: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither that of who publishes nor a time that goes back between two deltas."""
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
@@ -346,7 +342,7 @@ def test_a_clock_that_is_wrong_keeps_no_delta_back(
             assert engine.rows("t", [3]).tolist() == [[float(number)] * DIM]
 
 
-def test_a_memory_that_is_too_small_for_a_live_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_a_live_copy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1 << 20)
     with (
@@ -366,7 +362,7 @@ def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         wait_until(copies, lambda status: "symbolic link" in status.stopped and status.lag_s > 0)
 
 
-def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
+def test_a_folder_that_disappears_for_a_while_stops_deltas_for_that_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a mount that is lost and comes back."""
@@ -382,7 +378,7 @@ def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
         assert engine.rows("t", [3]).tolist() == [[2.0] * DIM]
 
 
-def test_a_number_that_waits_is_told_by_our_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_deltas_are_timed_by_the_local_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever time a file has: that of a publisher whose clock is ahead, or of what was copied long ago."""
     path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     for number in (1, 2):

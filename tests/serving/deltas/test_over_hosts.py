@@ -33,7 +33,7 @@ from tests.support.servers import metric, running
 
 
 @pytest.mark.parametrize("dtype", one_in(2, [WeightDtype.INT8, WeightDtype.FP16]))
-def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype, tmp_path: Path) -> None:
+def test_a_router_answers_like_an_export_of_the_changed_model(dtype: WeightDtype, tmp_path: Path) -> None:
     """Of `a` each host has half of the rows, of `b` half of the columns; bit for bit, as one process."""
     model = collection(SUM)
     config = ExportConfig(
@@ -71,7 +71,7 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
 
 
 @pytest.mark.long
-def test_a_dense_part_that_was_trained_further_is_served_with_the_rows_of_its_lineage(tmp_path: Path) -> None:
+def test_a_further_trained_dense_part_is_served_with_its_lineage_s_rows(tmp_path: Path) -> None:
     model = ranker()
     config = ExportConfig(
         scores=True,

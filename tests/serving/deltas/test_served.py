@@ -41,7 +41,7 @@ def wait_for_page(server: Running, path: str, text: str) -> str:
     return body
 
 
-def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) -> None:
+def test_answers_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> None:
     """Bit for bit: of all dtypes, with rows, columns and copies on two ranks, by two instances."""
     model = collection(MIXED)
     plan = {"user": "column_wise", "item": "row_wise", "genre": "data_parallel", "word": "table_wise"}
@@ -73,7 +73,7 @@ def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) ->
 
 
 @pytest.mark.promise("A restarted model process or tritonserver finds the mutable tables with all deltas")
-def test_a_model_s_process_that_died_finds_the_copy_with_all_deltas(tmp_path: Path) -> None:
+def test_a_restarted_model_process_finds_the_copy_with_all_deltas(tmp_path: Path) -> None:
     """It need not be copied again: `tbe-serve run` holds it, and tritonserver may die, too."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
@@ -103,7 +103,7 @@ def copies_of(server: Running) -> list[Path]:
 
 
 @pytest.mark.promise("A delta that cannot be applied is named and stops later deltas, and the model keeps serving")
-def test_what_cannot_be_applied_stops_those_behind_it_and_is_named(tmp_path: Path) -> None:
+def test_an_inapplicable_delta_stops_later_ones_and_is_named(tmp_path: Path) -> None:
     """The model serves on, a server that starts meanwhile, too; when another takes its place, all go on."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
@@ -161,7 +161,7 @@ def test_a_version_has_its_own_copy_and_its_own_deltas(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("A compacted version continues after the deltas that it contains")
-def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) -> None:
+def test_a_compacted_version_continues_after_the_deltas_in_it(tmp_path: Path) -> None:
     """They are pruned; a delta writer that is killed, and a server that starts, do without them."""
     first = published(tmp_path, 100, DIM, WeightDtype.FP32)
     for number in (1, 2):

@@ -103,7 +103,7 @@ def remove(bundle: Path, sequences: range) -> None:
 @pytest.mark.promise("Squashed deltas give the rows that the single deltas give, for servers at any of them")
 @pytest.mark.parametrize(("dtype", "sharding"), one_in(2, KINDS))
 @pytest.mark.parametrize("sequence", one_in(2, [5, 0]), ids=["in between", "from the start"])
-def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
+def test_squashed_deltas_stand_in_for_missing_ones(
     sequence: int, dtype: WeightDtype, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = published(tmp_path, ROWS, DIM, dtype, sharding)
@@ -127,7 +127,7 @@ def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
 
 
 @pytest.mark.promise("Squashed deltas give the rows that the single deltas give, for servers at any of them")
-def test_a_server_that_starts_reads_one_file_and_what_is_behind_it(
+def test_a_starting_server_reads_one_squashed_file_and_later_deltas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the deltas lie beside it; it is ready with all that there is."""
@@ -145,7 +145,7 @@ def test_a_server_that_starts_reads_one_file_and_what_is_behind_it(
         assert squashed.rows == np.count_nonzero(numbers(LAST - 2))
 
 
-def test_no_model_is_ready_before_what_was_squashed_later_is_applied(
+def test_no_model_is_ready_before_later_squashed_deltas_are_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file may go beyond the delta that a model waits for, which was the newest when it was loaded."""
@@ -163,7 +163,7 @@ def test_no_model_is_ready_before_what_was_squashed_later_is_applied(
 
 
 @pytest.mark.promise("No row becomes older or is torn while deltas are squashed")
-def test_no_row_is_torn_and_none_becomes_older_while_deltas_are_squashed(
+def test_rows_never_tear_or_go_back_while_deltas_are_squashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server takes squashed deltas in which there is much that it has."""
@@ -210,7 +210,7 @@ with copy._state.writing(stop, 1):
 @pytest.mark.promise("The successor of a killed delta writer finishes the squashed delta that was being applied")
 @pytest.mark.parametrize("slices", one_in(2, [0, 1, 20]))
 @pytest.mark.parametrize("is_squashed", one_in(2, [True, False]))
-def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
+def test_the_successor_of_a_killed_delta_writer_finishes_its_delta(
     is_squashed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else could be taken by then; and if it is gone, with none."""
@@ -247,7 +247,7 @@ def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
         successor.close()
 
 
-def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
+def test_the_last_squashed_delta_and_the_squashed_file_are_interchangeable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it was applied, and is removed; squashed deltas of another history do not."""
@@ -270,7 +270,7 @@ def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
         assert "was removed or replaced since" in wait_until(copies, lambda status: bool(status.stopped)).stopped
 
 
-def test_a_server_that_took_squashed_deltas_goes_on_when_they_are_removed(
+def test_a_server_continues_after_the_squashed_deltas_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last that they stand for is there, and says the same."""
@@ -284,7 +284,7 @@ def test_a_server_that_took_squashed_deltas_goes_on_when_they_are_removed(
         assert wait_until_applied(copies, LAST + 1).stopped == ""
 
 
-def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None:
+def test_compaction_gives_equal_weights_from_squashed_and_single_deltas(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository = bundle.parent.parent
     some_deltas(bundle)
@@ -305,7 +305,7 @@ def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None
         compact(repository, "m", version=1, until=10)
 
 
-def test_what_cannot_be_squashed_is_named(tmp_path: Path) -> None:
+def test_deltas_that_cannot_be_squashed_are_named(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository = bundle.parent.parent
     for count in (0, 1):
@@ -322,7 +322,7 @@ def test_what_cannot_be_squashed_is_named(tmp_path: Path) -> None:
     assert steps_in(folder_of(bundle)) == [Step(2, 1)]
 
 
-def test_another_file_under_the_name_of_squashed_deltas_is_refused(tmp_path: Path) -> None:
+def test_another_file_with_the_name_of_squashed_deltas_is_refused(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     some_deltas(bundle)
     squashed = squash(bundle.parent.parent, "m", until=5).path
@@ -340,7 +340,7 @@ def test_another_file_under_the_name_of_squashed_deltas_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("byte", one_in(3, [100, 3, -1]))
-def test_a_changed_bit_in_squashed_deltas_stops_until_they_are_right_or_gone(
+def test_a_changed_bit_in_a_squashed_file_stops_deltas_until_its_removal(
     byte: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
@@ -359,7 +359,7 @@ def test_a_changed_bit_in_squashed_deltas_stops_until_they_are_right_or_gone(
 
 
 @pytest.mark.promise("`compact` and `squash` sign nothing that was not signed")
-def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
+def test_squashing_needs_a_key_and_accepts_no_unsigned_deltas(
     signed_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, trusted = signed_repository / "key.pem", signed_repository / "trusted.pem"
@@ -396,7 +396,7 @@ def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
         assert engine.rows("t", [1, 2])[:, 0].tolist() == [1, 2]
 
 
-def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) -> None:
+def test_pruning_removes_deltas_that_every_version_can_take_squashed(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository, folder = bundle.parent.parent, folder_of(bundle)
     some_deltas(bundle, last=4)
@@ -435,7 +435,7 @@ def _both(repository: Path) -> list[Path]:
     return [compact(repository, "m", version=version) for version in (1, 2)]
 
 
-def test_the_command_says_what_it_did(tmp_path: Path) -> None:
+def test_the_command_prints_the_squashed_deltas_and_rows(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     some_deltas(bundle)
     path = delta_path(folder_of(bundle), LAST, 0)

@@ -52,7 +52,7 @@ ROWS = 1000
 
 @pytest.mark.promise("No answer holds a half-written row, and no server returns an older row after a newer one")
 @pytest.mark.parametrize(("dtype", "dim", "sharding"), one_in(3, KINDS))
-def test_no_row_is_torn_and_none_becomes_older(
+def test_rows_never_tear_or_go_back_while_deltas_are_applied(
     dtype: WeightDtype, dim: int, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 deltas of 1,000 rows, two processes that read them all the time."""
@@ -72,7 +72,7 @@ def test_no_row_is_torn_and_none_becomes_older(
 
 @pytest.mark.promise("Lookups of rows that a killed delta writer wrote in part wait for its successor")
 @pytest.mark.parametrize("lock", [False, True], ids=["fence", "lock"])
-def test_a_reader_waits_for_rows_that_a_killed_delta_writer_half_wrote(
+def test_a_reader_waits_for_rows_half_written_by_a_killed_delta_writer(
     lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the next one has written them again. With the lock as well, which other processors use."""
@@ -121,7 +121,7 @@ def _delta_writers() -> list[psutil.Process]:
 
 
 @pytest.mark.promise("Rows are as after a clean run however often the delta writer is killed")
-def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
+def test_rows_are_right_after_any_number_of_killed_delta_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dim, last = 64, 20
@@ -146,7 +146,7 @@ def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
     np.testing.assert_array_equal(rows, np.repeat(expected[:, np.newaxis], dim, axis=1))
 
 
-def test_a_lookup_that_writers_outrun_gets_whole_rows_all_the_same(tmp_path: Path) -> None:
+def test_a_lookup_outrun_by_writers_still_gets_whole_rows(tmp_path: Path) -> None:
     """It takes the lock: the writer waits."""
     path = tmp_path / "state"
     path.write_bytes(bytes(2 << 20))
@@ -166,9 +166,7 @@ def test_a_lookup_that_writers_outrun_gets_whole_rows_all_the_same(tmp_path: Pat
         state.close()
 
 
-def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_kept_while_a_model_may_be_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From when it was used last, whenever it is looked at."""
     monkeypatch.setattr(delta_writer, "_UNUSED_S", 0.5)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
@@ -206,7 +204,7 @@ def test_a_server_without_a_delta_writer_says_so(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.promise("The next server adopts the mutable tables of a killed server without copying them")
 @pytest.mark.parametrize("what", one_in(2, ["half a row", "nothing", "more deltas"]))
-def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
+def test_a_server_continues_with_the_copy_of_a_killed_one(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is copied again. What came while no server ran is there before anything is answered."""
@@ -229,7 +227,7 @@ def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
 
 @pytest.mark.promise("Mutable tables with rows of a replaced delta are rebuilt")
 @pytest.mark.parametrize("what", one_in(2, ["another applied", "another begun", "gone", "another folder", "keys"]))
-def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
+def test_a_copy_with_rows_of_another_history_is_replaced(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was applied, or begun, is another by now, or nobody knows whether a trusted key had signed it."""

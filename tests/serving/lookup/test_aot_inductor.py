@@ -86,7 +86,7 @@ def never(_: bytes) -> Any:
         ({"instructions": "x86-64-v9"}, "compiled for x86-64-v9, expected one of x86-64-v3"),
     ],
 )
-def test_code_for_another_machine_is_never_loaded_and_the_next_file_answers(
+def test_code_for_another_machine_is_not_loaded_and_the_next_file_answers(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
 ) -> None:
     bundle = with_native(published, tmp_path, archive_of(b"\x7fELF"), **changes)
@@ -104,7 +104,7 @@ def test_code_for_another_machine_is_never_loaded_and_the_next_file_answers(
 @pytest.mark.parametrize(
     "content", [b"no archive", archive_of(b"\x7fELF"), archive_of(b"")], ids=["no zip", "ELF", "empty"]
 )
-def test_code_that_cannot_be_loaded_is_named_and_the_next_file_serves(
+def test_unloadable_code_is_named_and_the_next_file_serves(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     """The temporary folder is removed, and nothing is written beside it."""
@@ -120,7 +120,7 @@ def test_code_that_cannot_be_loaded_is_named_and_the_next_file_serves(
     assert not (tmp_path / "outside").exists()
 
 
-def test_readers_that_do_not_know_native_code_are_told(published: Path, tmp_path: Path) -> None:
+def test_a_bundle_with_native_code_must_require_aot_inductor(published: Path, tmp_path: Path) -> None:
     bundle = with_native(published, tmp_path, archive_of(b""))
     text = (bundle / "manifest.json").read_text()
     (bundle / "manifest.json").write_text(text.replace('"aot_inductor", ', ""))

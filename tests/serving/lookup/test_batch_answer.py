@@ -36,7 +36,7 @@ def test_an_error_names_the_first_few_tables_and_hosts() -> None:
     )
 
 
-def test_an_error_is_no_longer_than_a_screen_whatever_tables_are_called() -> None:
+def test_an_error_with_long_table_names_fits_on_a_screen() -> None:
     loss = LostHost(HostUnavailable("host 1: " + "y" * 900), tables("x" * 5000, "\x1b[2J" * 100, "z"))
     said = str(failed_of([BatchAnswer(NOTHING, {0: [loss] * 9})])[0])
     assert len(said) <= 1000

@@ -19,7 +19,7 @@ from serving.lookup import buffer_pool, parallel_lookup
 from serving.lookup.buffer_pool import BufferPool
 
 
-def test_an_array_has_the_memory_of_one_that_is_gone() -> None:
+def test_an_array_reuses_the_memory_of_a_freed_one() -> None:
     memory = BufferPool(torch.float32)
     first = memory.array(100, 10)
     assert first.dtype == np.float32
@@ -85,7 +85,7 @@ def test_callers_at_once_get_memory_of_their_own() -> None:
     steps=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 5)), max_size=60),
     most=st.sampled_from([0, 400, 5000]),
 )
-def test_no_two_arrays_share_memory_and_little_is_kept(steps: list[tuple[int, int, int]], most: int) -> None:
+def test_arrays_never_share_memory_and_the_pool_is_bounded(steps: list[tuple[int, int, int]], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer_pool, "MOST", most)
         memory = BufferPool(torch.float16)
@@ -102,7 +102,7 @@ def test_no_two_arrays_share_memory_and_little_is_kept(steps: list[tuple[int, in
         assert sum(block.memory.nbytes for block in memory._blocks) <= most
 
 
-def test_answers_to_large_requests_stay_what_they_were(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_requests_do_not_change_earlier_answers(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("LEAST", "HEAD_START", "CALL"):
         monkeypatch.setattr(parallel_lookup, size, 0)
     with Engine.open(mixed, threads=2) as engine:

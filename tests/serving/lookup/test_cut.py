@@ -29,7 +29,7 @@ def sizes_of(lengths: list[list[int]], of_id: list[int], of_bag: list[int]) -> S
 
 
 @given(batch=batches(), parts=st.integers(1, 6), slack=st.sampled_from([0, 0, 500, 10**9]))
-def test_every_bag_is_in_one_piece_and_no_part_is_a_bag_too_large(
+def test_every_bag_is_in_one_piece_and_pieces_are_balanced(
     batch: tuple[list[list[int]], list[int], list[int]], parts: int, slack: int
 ) -> None:
     lengths, of_id, of_bag = batch
@@ -62,7 +62,7 @@ def test_every_bag_is_in_one_piece_and_no_part_is_a_bag_too_large(
     assert bags == [(feature, sample) for feature in range(len(lengths)) for sample in range(samples)]
 
 
-def test_a_cut_is_moved_between_features_where_that_saves_a_call() -> None:
+def test_a_cut_moves_between_features_where_that_saves_a_call() -> None:
     batch = ([[10, 10], [10, 10], [10, 10]], [1, 1, 1], [1, 1, 1])  # 22 bytes of each feature
     assert cut(sizes_of(*batch), [33, 33], 0) == [
         [Piece(0, 1, 0, 2), Piece(1, 2, 0, 1)],

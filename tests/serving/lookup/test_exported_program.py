@@ -71,7 +71,7 @@ def test_a_pickled_object_is_not_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_amd", [True, False])
-def test_it_answers_as_its_module(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
+def test_an_exported_program_answers_like_its_module(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
     monkeypatch.setattr(gemm, "_is_amd", lambda _: is_amd)
     layers = Layers().eval()
     rows = {0: torch.export.Dim.DYNAMIC}

@@ -24,7 +24,7 @@ def test_a_lookup_imports_no_python_of_fbgemm(repository: Path, model: str) -> N
     assert done.stdout.strip() == "(1, 16) []"
 
 
-def test_a_model_s_process_answers_without_what_only_tracing_needs(repository: Path) -> None:
+def test_a_model_process_answers_without_packages_for_tracing(repository: Path) -> None:
     path = repository / "sharded" / "1"
     code = (
         "import sys; from types import ModuleType; "

@@ -41,7 +41,7 @@ def test_products_are_those_of_torch(columns: int, out_features: int, with_bias:
             torch.testing.assert_close(scripted(matrix, weight, bias), expected, rtol=CLOSE, atol=CLOSE)
 
 
-def test_onednn_gets_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_called_with_few_different_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps up to 2 MB for each of them."""
     row_counts: set[int] = set()
 
@@ -56,7 +56,7 @@ def test_onednn_gets_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row_counts == {64, 128, 256, 512, 1024}
 
 
-def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone() -> None:
+def test_small_layers_other_dtypes_and_computed_weights_are_left_alone() -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -88,7 +88,7 @@ def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone(
         (None, "x86_64", False),
     ],
 )
-def test_processors_of_amd(
+def test_amd_processors_are_recognized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, machine: str, is_amd: bool
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
@@ -137,7 +137,7 @@ def test_scores_are_the_model_s_on_any_processor(tmp_path: Path, monkeypatch: py
         engine.close()
 
 
-def test_weights_that_are_inputs_are_replaced_where_they_may_be_and_used_where_they_are_large() -> None:
+def test_weights_that_are_inputs_are_replaced_where_allowed_and_large() -> None:
     class Layer(nn.Module):
         def forward(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(rows, weight, bias)

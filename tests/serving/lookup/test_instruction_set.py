@@ -17,7 +17,7 @@ from serving.lookup.program import load_fbgemm
         pytest.param("Features\t: fp asimd", None, id="NEON alone"),
     ],
 )
-def test_reference_kernels_are_slow_where_the_processor_has_vector_instructions(
+def test_reference_kernels_count_as_slow_only_with_vector_instructions(
     tmp_path: Path, flags: str, vector: str | None
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -30,11 +30,11 @@ def test_reference_kernels_are_slow_where_the_processor_has_vector_instructions(
 
 
 @pytest.mark.parametrize("chosen", ["avx2", "avx512_vnni", "sve", "9", "unknown"])
-def test_other_kernels_are_not(chosen: str) -> None:
+def test_other_kernels_do_not_count_as_slow(chosen: str) -> None:
     assert slow_kernels(chosen) is None
 
 
-def test_a_system_that_does_not_describe_its_processor_is_not_warned(tmp_path: Path) -> None:
+def test_an_unknown_processor_causes_no_warning(tmp_path: Path) -> None:
     assert slow_kernels("anyarch", tmp_path / "none") is None
 
 

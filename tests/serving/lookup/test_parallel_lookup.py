@@ -200,7 +200,7 @@ def test_threads_end_with_the_engine(mixed: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_weights_go_with_the_engine(mixed: Path, threads: int) -> None:
+def test_weights_are_unmapped_with_their_engine(mixed: Path, threads: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count(f"{mixed}/")
 
@@ -221,7 +221,7 @@ def test_threads_that_a_setting_may_not_have_are_refused(mixed: Path, threads: A
         Engine.open(mixed, threads=threads)
 
 
-def test_a_memory_that_is_none_is_refused(mixed: Path) -> None:
+def test_an_invalid_weights_memory_is_refused(mixed: Path) -> None:
     memory: Any = "huge"
     with pytest.raises(ConfigurationError, match=r"^memory: expected .*, got 'huge'"):
         Engine.open(mixed, memory=memory)

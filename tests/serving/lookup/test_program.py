@@ -111,7 +111,7 @@ def test_an_export_without_torchscript_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", NoTorchScript)
-def test_a_bundle_of_either_kind_is_verified_in_either_environment(tmp_path: Path, how: NoTorchScript) -> None:
+def test_bundles_verify_with_and_without_torchscript(tmp_path: Path, how: NoTorchScript) -> None:
     with_program = export_model(collection(), tmp_path / "with", "m")
     with without_torchscript(how):
         without_program = export_model(collection(), tmp_path / "without", "m")
@@ -120,7 +120,7 @@ def test_a_bundle_of_either_kind_is_verified_in_either_environment(tmp_path: Pat
     assert Engine.open(without_program).lookup_program.form is ProgramForm.PLAIN
 
 
-def test_the_reason_why_a_program_is_not_used_is_known(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_not_using_a_program_is_recorded(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_torchscript(monkeypatch, NoTorchScript.RAISES)
     assert Engine.open(mixed).lookup_program.failure == (
         f"{mixed / PROGRAM}: torch {torch.__version__} cannot load it: "
@@ -138,9 +138,7 @@ def test_a_program_that_cannot_be_frozen_is_not_used(mixed: Path, monkeypatch: p
     assert (engine.lookup_program.failure or "").endswith("cannot load it: NotImplementedError")
 
 
-def test_a_program_that_torch_cannot_load_is_served_by_a_plain_module_and_refused_by_verify(
-    mixed: Path, tmp_path: Path
-) -> None:
+def test_an_unloadable_program_is_served_plain_and_refused_by_verify(mixed: Path, tmp_path: Path) -> None:
     """The manifest names the bytes, so they are the publisher's. They are no program, though TorchScript works."""
     bundle = Path(shutil.copytree(mixed, tmp_path / "m" / "1"))
     (bundle / PROGRAM).write_bytes(b"no program")
@@ -167,7 +165,7 @@ def test_a_plain_program_is_freed_with_its_engine(mixed: Path, threads: int) -> 
         assert weights() is None
 
 
-def test_a_plan_with_one_rank_is_one_call_whatever_it_is_called(tmp_path: Path) -> None:
+def test_a_plan_with_one_rank_is_one_call_for_any_sharding_type(tmp_path: Path) -> None:
     engine = sharded(tmp_path, Sharding(types={"*": "grid_shard"}))
     program, _ = load_torchscript(engine.bundle)
     assert program is not None
@@ -182,7 +180,7 @@ PUBLISHED = Path(__file__).with_name("published")
 
 
 @pytest.mark.parametrize("exporter", ["torch_2_13", "torch_2_14"])
-def test_a_program_of_either_stack_is_used_and_answers_as_specified(exporter: str) -> None:
+def test_a_program_of_either_stack_answers_as_specified(exporter: str) -> None:
     """Bundles of tbe-serving's first format 10, one exported by each stack. Published bundles stay readable."""
     bundle = PUBLISHED / exporter / "1"
     verify_digests(open_bundle(bundle))
@@ -199,7 +197,7 @@ def test_a_program_of_either_stack_is_used_and_answers_as_specified(exporter: st
     assert bits(plain.lookup(bags)) == bits(engine.lookup(bags))
 
 
-def test_serving_names_nothing_of_torchscript_when_it_is_imported(mixed: Path) -> None:
+def test_serving_answers_in_a_process_without_torchscript_types(mixed: Path) -> None:
     """In a process whose torch.jit lacks the types of TorchScript from the beginning."""
     names = (*FUNCTIONS, "ScriptModule", "ScriptFunction")
     code = (

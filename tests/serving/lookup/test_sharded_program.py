@@ -147,7 +147,7 @@ def test_every_type_answers_what_one_rank_answers(tmp_path: Path, one_rank: Engi
                 np.testing.assert_array_equal(rows.view(np.uint32), alone[feature].view(np.uint32))
 
 
-def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Path) -> None:
+def test_merging_changes_no_answer_of_many_ranks(tmp_path: Path) -> None:
     engine = sharded(tmp_path, Sharding(ranks=4, ranks_per_host=2, types={"*": "row_wise", "user": "grid_shard"}))
     random = np.random.default_rng(1)
     requests = []

@@ -33,7 +33,7 @@ def test_all_work_is_done_once_and_the_first_by_the_caller(count: int, work: int
     threads.close()
 
 
-def test_they_work_at_once() -> None:
+def test_threads_work_concurrently() -> None:
     threads, together = Threads(2), threading.Barrier(3, timeout=30)
     threads.run([together.wait] * 3)  # each waits for the two others
     threads.close()
@@ -60,7 +60,7 @@ def test_an_error_comes_back_when_all_work_is_done(wrong: int) -> None:
     threads.close()
 
 
-def test_closed_ones_are_gone_and_the_caller_does_all_work() -> None:
+def test_the_caller_does_all_work_after_the_pool_is_closed() -> None:
     before = len(lookups())
     threads = Threads(3)
     assert len(lookups()) == before + 3
@@ -72,7 +72,7 @@ def test_closed_ones_are_gone_and_the_caller_does_all_work() -> None:
     assert idents == {threading.get_ident()}
 
 
-def test_they_end_with_their_owner() -> None:
+def test_threads_end_with_their_owner() -> None:
     before = len(lookups())
     threads = Threads(2)
     threads.run([int] * 3)
@@ -81,7 +81,7 @@ def test_they_end_with_their_owner() -> None:
     assert len(lookups()) == before
 
 
-def test_they_can_be_closed_while_they_work() -> None:
+def test_threads_can_be_closed_while_they_work() -> None:
     before = len(lookups())
     for _ in range(20):
         threads, stopped = Threads(2), threading.Event()
@@ -121,6 +121,6 @@ working.wait()
 """
 
 
-def test_a_process_ends_while_they_work() -> None:
+def test_a_process_can_end_while_threads_work() -> None:
     for _ in range(3):
         subprocess.run([sys.executable, "-c", FOREVER], check=True, timeout=300)

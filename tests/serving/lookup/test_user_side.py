@@ -56,7 +56,7 @@ def expect_right(engine: Engine, request: Ranking) -> None:
         np.testing.assert_allclose(numbers, request.right[name], rtol=0, atol=1e-5)
 
 
-def test_requests_with_enough_items_are_scored_by_them(
+def test_requests_with_16_items_or_more_use_the_user_side_programs(
     module: Meeting, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[int] = []
@@ -73,7 +73,7 @@ def test_requests_with_enough_items_are_scored_by_them(
 
 
 @pytest.mark.parametrize("fewest", [None, 64])
-def test_the_whole_dense_part_scores_where_the_export_measured_that_it_is_faster(
+def test_the_whole_dense_part_scores_where_the_export_found_it_faster(
     module: Meeting, tmp_path: Path, fewest: int | None
 ) -> None:
     example = module.arguments(*module.request(np.random.default_rng(0), 7))
@@ -103,7 +103,7 @@ def test_a_history_counts_once_towards_the_limit_of_bytes(module: Meeting, engin
     assert sizes[40] - rows == 2 * (sizes[20] - rows)
 
 
-def test_where_they_cannot_be_loaded_the_whole_dense_part_scores(
+def test_the_whole_dense_part_scores_if_user_side_programs_do_not_load(
     module: Meeting, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -135,7 +135,7 @@ def test_programs_of_another_user_side_are_refused(bundle: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("may_overlap", [True, False])
-def test_slices_have_all_items_in_few_sizes(may_overlap: bool) -> None:
+def test_slices_cover_all_items_in_few_sizes(may_overlap: bool) -> None:
     for items in range(1, 1200):
         slices = user_side.slices_of(items, may_overlap=may_overlap)
         assert {item for first, last in slices for item in range(first, last)} == {*range(items)}

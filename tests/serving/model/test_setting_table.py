@@ -71,7 +71,7 @@ def old_config() -> Any:
     return text_format.Parse(OLD, model_config_pb2.ModelConfig())
 
 
-def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
+def test_a_config_of_an_earlier_release_is_read_and_written_unchanged() -> None:
     config = old_config()
     settings = settings_of(config)
     defaults = ServingSettings()
@@ -88,14 +88,14 @@ def test_the_lists_here_have_every_setting() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_setting_that_was_changed_comes_back_from_config_pbtxt(name: str) -> None:
+def test_a_changed_setting_is_read_from_config_pbtxt(name: str) -> None:
     changed = replace(ServingSettings(), **{name: CHANGED[name]})
     config = old_config()
     apply_settings(config, changed)
     assert settings_of(config) == changed != ServingSettings()
 
 
-def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None:
+def test_configure_has_an_option_with_help_for_each_setting() -> None:
     options = {
         param.name: param
         for param in get_command(app).commands["configure"].params  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         pytest.param("on_shard_failure", {"a": "none"}, "expected error or zero, got {'a': 'none'}", id="choice"),
     ],
 )
-def test_a_value_that_a_setting_may_not_have_is_refused_by_name(name: str, value: Any, said: str) -> None:
+def test_an_invalid_value_is_refused_by_the_name_of_its_setting(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}: {said}$"):
         ServingSettings(**{name: value})
 
@@ -153,7 +153,7 @@ def test_a_parameter_by_name_that_cannot_be_read_is_refused(text: str) -> None:
         pytest.param("instance_group { count: 2 kind: KIND_CPU } instance_group { count: 3 kind: KIND_CPU }", 5, id="two"),
     ],
 )  # fmt: skip
-def test_instances_are_those_of_all_groups_and_become_one_group(groups: str, before: int) -> None:
+def test_instances_of_all_groups_become_one_group(groups: str, before: int) -> None:
     """Somebody else's config.pbtxt may have any; Triton takes one instance where it says nothing."""
     config = text_format.Parse(groups, model_config_pb2.ModelConfig())
     assert settings_of(config).instances == before

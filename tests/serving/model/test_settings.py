@@ -16,7 +16,7 @@ from tests.support.models import exported
 from tests.support.servers import FREE, add_gate, gate_closed, metric, tbe_serve, until_answered, wait_for_execution
 
 
-def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
+def test_the_server_enforces_the_limits_of_the_settings(tmp_path: Path) -> None:
     exported(tmp_path, max_request_ids=10, max_request_samples=4, max_call_ids=6, max_call_samples=3)
     with (
         run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
@@ -48,7 +48,7 @@ def send(address: str, ids: list[int], lengths: list[int]) -> None:
         client.infer("m", inputs, parameters={"features": "x"}, client_timeout=30)
 
 
-def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_a_queue_has_no_limits_by_default(tmp_path: Path) -> None:
     """With any of them, Triton stalls idle models for up to 500 ms: docs/decisions/0009."""
     config = exported(tmp_path).parent / "config.pbtxt"
     assert "default_queue_policy" not in config.read_text()
@@ -59,7 +59,7 @@ def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: P
 
 
 @pytest.mark.long
-def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_requests_beyond_the_queue_limits_are_refused(tmp_path: Path) -> None:
     bundle = exported(tmp_path, queue_requests=3, queue_timeout_ms=1500)
     add_gate(bundle)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:

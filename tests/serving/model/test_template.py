@@ -13,7 +13,7 @@ from serving.model.config_file import model_config
 from serving.model.settings import ServingSettings
 
 
-def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
+def test_config_pbtxt_has_the_expected_inputs_and_parameters(repository: Path) -> None:
     def parse(name: str) -> Any:
         return text_format.Parse((repository / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
 
@@ -34,7 +34,7 @@ def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
     assert parse("half").output[0].data_type == model_config_pb2.TYPE_FP16
 
 
-def test_a_key_that_one_feature_reads_under_another_name_is_a_key(mixed: Path) -> None:
+def test_a_key_named_differently_from_its_feature_is_listed(mixed: Path) -> None:
     """Our exports give such a feature its key's name. The format does not ask that of other writers."""
     manifest = open_bundle(mixed).manifest
     first, *rest = manifest.features

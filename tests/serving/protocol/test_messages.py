@@ -38,7 +38,7 @@ def test_another_library_may_define_the_same_names(file: str, is_ours_first: boo
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_of_ours_defines_nothing_in_the_default_pool() -> None:
+def test_importing_serving_defines_nothing_in_the_default_pool() -> None:
     code = f"""
 from google.protobuf import descriptor_pool
 {_OURS}

@@ -88,7 +88,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         answer_of(3).to_polars()
 
 
-def test_a_column_that_came_from_an_answer_goes_into_a_request() -> None:
+def test_a_column_of_an_answer_is_accepted_in_a_request() -> None:
     from serving.bundle.scores import DenseInput
     from serving.requests.dense_inputs import encode_dense
 

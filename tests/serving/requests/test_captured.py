@@ -23,7 +23,7 @@ def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], SkippedLines]:
 
 @pytest.mark.promise("Readers of captured requests skip and count invalid lines")
 @pytest.mark.parametrize("number", ["9" * 5000, f"{10**30}", "1e400", "nan", '"x"', "\udcff"])
-def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: str, tmp_path: Path) -> None:
+def test_a_line_with_an_invalid_number_is_skipped_and_counted(number: str, tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
     for bad in (GOOD.replace("[1]", f"[{number}]", 1), GOOD.replace('"lengths": [1]', f'"lengths": [{number}]')):
         requests, skipped = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
@@ -60,7 +60,7 @@ def test_readers_go_on_behind_a_bad_line(bad: str, tmp_path: Path, monkeypatch: 
         lines_of(path, bad.encode(), bad.encode())
 
 
-def test_a_last_line_without_an_end_is_a_line(tmp_path: Path) -> None:
+def test_a_last_line_without_a_newline_is_read(tmp_path: Path) -> None:
     path = tmp_path / "captured.jsonl"
     path.write_text(f"{GOOD}\n{GOOD}")
     assert len(list(read_captured(path))) == 2
@@ -98,7 +98,7 @@ def test_a_request_for_scores_is_read_as_it_was(tmp_path: Path) -> None:
         assert array.tobytes() == sent.dense[name].tobytes()
 
 
-def test_a_lookup_is_written_as_before_there_were_scores(tmp_path: Path) -> None:
+def test_a_captured_lookup_has_no_keys_for_scores(tmp_path: Path) -> None:
     lookup = Tensors(None, np.array([1]), np.array([1], np.int32), weights=np.ones(1, np.float32))
     line = msgspec.json.encode(CapturedRequest.of(lookup, "now", "slow: 9 ms"))
     assert line == b'{"at":"now","why":"slow: 9 ms","values":[1],"lengths":[1]}'
@@ -135,7 +135,7 @@ def test_a_lookup_is_written_as_before_there_were_scores(tmp_path: Path) -> None
         "list",
     ],
 )
-def test_captured_dense_inputs_that_are_none_are_refused_by_their_line(dense: str, why: str, tmp_path: Path) -> None:
+def test_invalid_captured_dense_inputs_are_refused_with_their_line(dense: str, why: str, tmp_path: Path) -> None:
     line = f'{{"at": "", "why": "", "values": [1], "lengths": [1], "dense": {{"user": {dense}}}}}\n'
     (tmp_path / "captured.jsonl").write_text(line)
     with pytest.raises(ConfigurationError, match=r"captured\.jsonl: line 1: expected a captured request: .*" + why):

@@ -61,14 +61,14 @@ def test_a_request_within_the_limits_is_not_copied() -> None:
     assert [*cut(tensors, ChunkLimits(2, 2), {})] == [tensors]
 
 
-def test_lengths_that_do_not_add_up_are_left_to_who_answers() -> None:
+def test_inconsistent_lengths_are_left_to_the_server() -> None:
     tensors = Tensors(("a",), np.arange(5), np.array([1, 1], np.int32))
     assert [*cut(tensors, ChunkLimits(1, 1), {})] == [tensors]
     with pytest.raises(InvalidRequest, match="lengths: expected a multiple of 2"):
         next(cut(Tensors(("a", "b"), np.arange(3), np.array([1, 1, 1], np.int32)), ChunkLimits(1, 1), {}))
 
 
-def test_limits_are_the_lowest_of_all() -> None:
+def test_chunk_limits_are_the_lowest_of_all_limits() -> None:
     assert chunk_limits([8, 8]) == ChunkLimits(4096, 128 << 10)
     assert chunk_limits([8, 8], max_samples=10, max_ids=20) == ChunkLimits(10, 20)
     assert chunk_limits([1 << 20] * 4) == ChunkLimits(4, 16)

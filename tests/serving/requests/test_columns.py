@@ -249,11 +249,11 @@ def test_booleans_of_a_column_are_the_ids_0_and_1(column: Any) -> None:
     ],
     ids=lambda column: f"{type(column).__module__} {getattr(column, 'type', getattr(column, 'dtype', ''))}",
 )  # fmt: skip
-def test_a_column_of_nothing_has_no_samples(column: Any) -> None:
+def test_an_empty_column_has_no_samples(column: Any) -> None:
     expect_equal(encode({"a": column}), encode({"a": []}))
 
 
-def test_what_lies_under_a_null_list_does_not_count() -> None:
+def test_values_under_a_null_list_are_ignored() -> None:
     """Arrow lets a null list have items."""
     null = pa.array([False, True, False])
     items = pa.array([3, 5, 7, 9, 11, 13])
@@ -294,7 +294,7 @@ def test_a_column_of_nulls_alone_may_have_any_type() -> None:
             encode({"a": column})
 
 
-def test_an_arrow_column_is_read_where_it_lies() -> None:
+def test_an_arrow_column_is_read_without_a_copy() -> None:
     """The request of one column is the only copy; a dense input of the right dtype is none."""
     numbers = np.arange(1000, dtype=np.float32)
     columns = [pa.array(numbers), pl.Series(numbers), pd.Series(numbers)]
@@ -430,7 +430,9 @@ def test_columns_side_by_side_keep_their_integers() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_columns_that_are_no_such_numbers_are_refused_by_name(dense_input: Any, column: Any, message: str) -> None:
+def test_columns_that_do_not_fit_a_dense_input_are_refused_by_name(
+    dense_input: Any, column: Any, message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=f"dense input 'price': .*{message}"):
         encode_dense([dense_input], {"price": column}, nulls="empty")
 
@@ -441,7 +443,7 @@ LENGTHS = {"seen": np.array([2, 0, 1], np.int32)}
 
 
 @pytest.mark.parametrize("form", COLUMNS_OF_NUMBERS)
-def test_rows_of_ids_are_in_bags_or_without(form: str) -> None:
+def test_columns_of_per_id_numbers_are_taken_as_bags_or_flat(form: str) -> None:
     make = COLUMNS_OF_NUMBERS[form]
     for rows in ([[7, 8], [], [9]], [7, 8, 9]):
         assert encode_dense([TIMES], {"times": make(rows)}, LENGTHS)["times"].tolist() == [7, 8, 9]
@@ -491,7 +493,7 @@ def test_bags_may_be_arrays_of_pyarrow() -> None:
     assert (tensors.values.tolist(), tensors.lengths.tolist()) == ([3, 5, 1, 2], [2, 0, 2])
 
 
-def test_what_is_stored_for_null_lists_is_not_read() -> None:
+def test_values_stored_for_null_lists_are_not_read() -> None:
     offsets, sizes = pa.array([7, -1], pa.int32()), pa.array([9, 4], pa.int32())
     bags = pa.ListViewArray.from_arrays(offsets, sizes, pa.array([3, 4, 5]), mask=pa.array([True, True]))
     assert encode({"x": bags}, nulls="empty").lengths.tolist() == [0, 0]

@@ -36,7 +36,7 @@ MASKED = MA.masked_array([3, 5], [False, True])
     ],
     ids=str,
 )
-def test_numbers_that_fp32_has_not_are_refused(values: Any, wrong: str) -> None:
+def test_numbers_that_fp32_cannot_represent_are_refused(values: Any, wrong: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         encode_dense([PRICE], {"price": values})
     assert str(refused.value).startswith("dense input 'price': expected numbers of FP32")
@@ -123,7 +123,7 @@ def test_booleans_travel_as_they_are() -> None:
     ],
     ids=str,
 )
-def test_other_numbers_than_the_model_takes_are_refused_by_name(dtype: InputDtype, values: Any, why: str) -> None:
+def test_numbers_of_other_dtypes_are_refused_by_name(dtype: InputDtype, values: Any, why: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         encode_dense([DenseInput("relation", (), dtype)], {"relation": values})
     assert str(refused.value).startswith(f"dense input 'relation': {why}")
@@ -143,7 +143,7 @@ GOOD = {
 }
 
 
-def test_inputs_of_every_dtype_and_shape_are_taken_as_they_are() -> None:
+def test_inputs_of_every_dtype_and_shape_are_taken_unchanged() -> None:
     for values, array in zip(GOOD.values(), accept_dense(INPUTS, GOOD, 3), strict=True):
         assert array is values
     shared = {**GOOD, "relation": np.array([7]), "new": np.array([[True, False]])}
@@ -171,7 +171,7 @@ def test_other_arrays_are_refused_by_name(change: dict[str, Any], why: str) -> N
 
 
 @pytest.mark.parametrize("outside", [-1, 7, 2**40])
-def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> None:
+def test_integers_outside_of_an_embedding_are_refused(outside: int) -> None:
     country = DenseInput("country", (2,), InputDtype.INT64, rows=7)
     accept_dense([country], {"country": np.array([[0, 6], [3, 3]])}, 2)
     accept_dense([country], {"country": np.empty((0, 2), np.int64)}, 0)
@@ -199,7 +199,7 @@ def test_an_input_of_one_number_has_one_dimension_or_two(shape: tuple[int, ...],
     assert encoded.dtype == np.float32
 
 
-def test_no_samples_have_every_shape() -> None:
+def test_empty_inputs_are_accepted_for_any_shape() -> None:
     without_samples: list[Any] = [[], np.zeros(0), np.zeros((0, 0))]
     for nothing in without_samples:
         assert encode_dense([DenseInput("price", (2, 3))], {"price": nothing})["price"].shape == (0, 2, 3)
@@ -270,7 +270,7 @@ def test_a_number_for_each_id_comes_in_bags_or_without(values: Any) -> None:
     ],
     ids=str,
 )
-def test_several_numbers_for_each_id_come_in_bags_or_without(values: Any) -> None:
+def test_several_numbers_for_each_id_are_taken_as_bags_or_flat(values: Any) -> None:
     encoded = encode_dense([PLACES], {"places": values}, {"seen": np.array([2, 1], np.int32)})["places"]
     assert encoded.dtype == np.float32
     assert encoded.tolist() == [[1, 2], [3, 4], [5, 6]]
@@ -310,12 +310,12 @@ def test_numbers_in_other_bags_than_their_ids_are_refused(values: Any, got: str)
 
 
 @pytest.mark.parametrize("values", [[[7, 8], 9], [["a"], ["b"]], [[7, [8]], [9]], {"seen": [7]}, None], ids=str)
-def test_what_is_no_bag_of_numbers_is_refused(values: Any) -> None:
+def test_invalid_bags_of_numbers_are_refused(values: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^dense input 'times': expected "):
         encode_dense([TIMES], {"times": values}, {"seen": np.array([2, 1], np.int32)})
 
 
-def test_numbers_of_ids_are_accepted_if_there_is_one_for_each() -> None:
+def test_per_id_numbers_must_match_the_number_of_ids() -> None:
     good = np.array([7, 8, 9])
     (accepted,) = accept_dense([TIMES], {"times": good}, 2, ids={"seen": 3})
     assert accepted is good

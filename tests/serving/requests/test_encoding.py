@@ -110,7 +110,7 @@ def test_nulls_are_refused_or_left_out(ids: Any, values: list[int], lengths: lis
         encode({"a": ids})
 
 
-def test_another_word_for_nulls_is_refused() -> None:
+def test_an_unknown_nulls_option_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="nulls: expected one of 'refuse', 'empty', got 'drop'"):
         encode({"a": [1]}, nulls="drop")  # type: ignore[arg-type]
 
@@ -180,7 +180,7 @@ def test_a_null_id_is_left_out_with_its_weight(weight_of_null: float | None) -> 
     ],
     ids=str,
 )
-def test_weights_that_fp32_has_not_are_refused(weights: Any, message: str) -> None:
+def test_weights_that_fp32_cannot_represent_are_refused(weights: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=f"feature 'a': {message}"):
         encode({"a": ([1, 2], [2], weights)}, "a")
     weights = encode({"a": ([1, 2, 3], [3], [float("inf"), float("nan"), 2**24 + 1])}, "a").weights
@@ -198,7 +198,7 @@ def test_weights_that_fp32_has_not_are_refused(weights: Any, message: str) -> No
     ],
     ids=repr,
 )
-def test_integers_of_several_dtypes_are_no_floats(ids: Any) -> None:
+def test_integers_of_several_dtypes_are_not_cast_to_floats(ids: Any) -> None:
     assert encode({"a": ids}).values.tolist() == [1, 2]
 
 
@@ -239,7 +239,7 @@ def test_a_request_over_the_limits_is_refused(features: Any, message: str) -> No
     encode({"a": [[1, 2], [3], [4]]}, limits=limits)
 
 
-def test_what_was_a_list_of_bags_stays_one() -> None:
+def test_a_list_of_bags_stays_a_list_of_bags() -> None:
     ragged = np.empty(2, object)
     ragged[:] = [[3, 5], []]
     assert encode({"a": ragged}).lengths.tolist() == [2, 0]
@@ -377,7 +377,7 @@ FORMS = r"feature 'a': expected a list of bags, .*, or a tuple of arrays, \(valu
         pytest.param({"a": ([1],)}, FORMS + "; got a tuple of 1", id="a tuple of one"),
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_refused_by_name(features: Any, message: str) -> None:
+def test_invalid_requests_are_refused_by_name(features: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         encode(features)
 

@@ -27,7 +27,7 @@ frames = pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
 
 
 @frames
-def test_the_columns_of_features_are_ids_and_others_are_left_out(frame: Any) -> None:
+def test_feature_columns_are_ids_and_other_columns_are_ignored(frame: Any) -> None:
     tensors = encode(frame, keys=["b", "a", "c"])
     assert tensors.features == ("a", "b")
     assert tensors.values.tolist() == [3, 5, 7, 8]
@@ -60,7 +60,7 @@ def test_a_column_of_weights_is_named_after_its_feature() -> None:
         encode(table.select(["a", "b"]), ["a"], keys=["a", "b"])
 
 
-def test_two_columns_of_one_name_are_refused_where_they_are_taken() -> None:
+def test_two_columns_of_one_name_are_refused_where_they_are_used() -> None:
     twice = pd.DataFrame([[1, 2, 3]], columns=["a", "a", "b"])
     for frame in (twice, pa.table([[1], [2], [3]], names=["a", "a", "b"])):
         with pytest.raises(InvalidRequest, match="column 'a': expected one of this name, got 2"):

@@ -24,7 +24,7 @@ def requests(draw: st.DrawFn) -> KjtRequest:
 
 
 @given(st.lists(requests(), min_size=1, max_size=5))
-def test_bounds_of_several_requests_are_those_of_each_one_behind_the_other(several: list[KjtRequest]) -> None:
+def test_bounds_of_several_requests_are_concatenated(several: list[KjtRequest]) -> None:
     expected, end = [0], 0
     for request in several:
         bounds = bag_bounds(len(request.feature_set.names), request.samples, request.shared)
@@ -34,14 +34,14 @@ def test_bounds_of_several_requests_are_those_of_each_one_behind_the_other(sever
     assert expected[-1] == end
 
 
-def test_bounds_that_are_kept_cannot_be_changed() -> None:
+def test_cached_bounds_are_read_only() -> None:
     cached = bag_bounds(3, 7, None)
     assert cached.tolist() == [0, 7, 14, 21]
     with pytest.raises(ValueError, match="read-only"):
         cached[0] = 1
 
 
-def test_endless_numbers_of_samples_take_no_endless_memory() -> None:
+def test_the_cache_of_bounds_is_bounded() -> None:
     for samples in range(2000):
         assert bag_bounds(2, samples, None).tolist() == [0, samples, 2 * samples]
     info = layout._even_bounds.cache_info()

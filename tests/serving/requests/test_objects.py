@@ -160,14 +160,14 @@ def test_a_kjt_without_numbers_is_refused_by_name() -> None:
         encode(kjt(torch.tensor([3, 5, 1]), REFUSED["quantized"][0]), "a")
 
 
-def test_what_holds_no_objects_is_not_copied() -> None:
+def test_inputs_without_objects_are_not_copied() -> None:
     tensor = torch.tensor([1.0, 2.0])
     assert np.shares_memory(plain(tensor), tensor.numpy())
     for numbers in ([[1, 2], [3]], ([1], [1]), np.array([1, 2]), [np.array([1])], "text", None):
         assert plain(numbers) is numbers
 
 
-def test_a_list_that_holds_itself_ends() -> None:
+def test_a_list_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(InvalidRequest, match=r"^feature 'a': expected integers"):

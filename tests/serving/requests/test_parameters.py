@@ -16,11 +16,11 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"other": [1]}'])
-def test_there_may_be_none(text: str) -> None:
+def test_parameters_may_be_absent(text: str) -> None:
     assert decode_parameters(text) == {}
 
 
-def test_each_is_read() -> None:
+def test_each_parameter_is_read() -> None:
     said = {"features": "b,a", "tables": "t", "once": "", "bundle": "00", "part_of": "1/2", "every_host": True}
     assert decode_parameters(json.dumps(said | {"traceparent": TRACE})) == {
         "features": ["b", "a"],
@@ -33,7 +33,7 @@ def test_each_is_read() -> None:
     }
 
 
-def test_what_is_sent_is_read() -> None:
+def test_encoded_parameters_are_decoded() -> None:
     """Of every field that has a parameter; nothing is sent for one that says nothing."""
     values, lengths = np.array([1]), np.array([1], np.int32)
     said = {
@@ -67,7 +67,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(("parameter", "value"), [(name, value) for name, wrong in WRONG.items() for value in wrong])
-def test_one_of_another_type_is_refused_by_name(parameter: str, value: Any) -> None:
+def test_a_parameter_of_another_type_is_refused_by_name(parameter: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"parameter {parameter}: expected "):
         decode_parameters(json.dumps({parameter: value}))
 
@@ -76,6 +76,6 @@ def test_one_of_another_type_is_refused_by_name(parameter: str, value: Any) -> N
     "value",
     [7, True, 0.5, [TRACE], "", "x", f"{TRACE}\n", f" {TRACE}", TRACE.upper(), TRACE[:-1], f"{TRACE}-more" * 1000],
 )
-def test_a_trace_context_that_is_none_counts_as_none(value: Any) -> None:
+def test_an_invalid_trace_context_is_ignored(value: Any) -> None:
     """As https://www.w3.org/TR/trace-context/ says; the log and captured requests name it."""
     assert decode_parameters(json.dumps({"traceparent": value})) == {"trace": None}

@@ -21,7 +21,7 @@ def test_the_same_names_are_the_same_selection() -> None:
     assert not one.select(["b", "a"]).default
 
 
-def test_endless_orders_of_features_take_no_endless_memory() -> None:
+def test_the_cache_of_selections_is_bounded() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
     no: Any = np.zeros(8, np.bool_)
@@ -44,7 +44,7 @@ def selections_alive() -> int:
     return sum(type(tracked) is FeatureSet for tracked in gc.get_objects())
 
 
-def test_no_names_are_refused_whatever_was_selected_before() -> None:
+def test_an_empty_selection_is_refused_after_any_other() -> None:
     one = schema()
     assert one.subset(()).names == ()
     assert one.subset((2, 0)).names == ("c", "a")

@@ -60,7 +60,7 @@ def client(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield opened
 
 
-def test_the_model_s_own_kjt_is_answered_as_torchrec_answers_it(client: LookupClient) -> None:
+def test_the_models_own_kjt_is_answered_as_by_torchrec(client: LookupClient) -> None:
     expected = collection()(kjt()).to_dict()
     answer = client.lookup(kjt())
     assert list(answer) == ["x@a", "x@b", "x@c", "y", "z"]
@@ -71,7 +71,7 @@ def test_the_model_s_own_kjt_is_answered_as_torchrec_answers_it(client: LookupCl
     assert ask_every_table(client).version == 1
 
 
-def test_each_table_s_id_policy_holds_for_its_own_copy_of_the_ids(client: LookupClient) -> None:
+def test_each_tables_id_policy_applies_to_its_copy_of_the_ids(client: LookupClient) -> None:
     """25 is outside of a, which skips it, and inside of b and c."""
     rows = {table.name: table for table in collection().embedding_bag_configs()}
     assert rows["a"].num_embeddings <= 25 < rows["c"].num_embeddings
@@ -95,9 +95,7 @@ def test_each_table_s_id_policy_holds_for_its_own_copy_of_the_ids(client: Lookup
         pytest.param([1, 1], "lengths: expected a multiple of 3", id="a key missing"),
     ],
 )
-def test_lengths_that_are_wrong_are_refused_before_ids_are_copied(
-    bundle: Path, lengths: list[int], message: str
-) -> None:
+def test_wrong_lengths_are_refused_before_ids_are_copied(bundle: Path, lengths: list[int], message: str) -> None:
     ids, weights = np.zeros(3, np.int64), np.ones(3, np.float32)
     with pytest.raises(InvalidRequest, match=message):
         Engine.open(bundle).outputs(Tensors(None, ids, np.array(lengths, np.int32), weights))[EMBEDDINGS]

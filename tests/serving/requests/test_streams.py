@@ -66,7 +66,7 @@ def test_a_batch_is_one_request_if_its_samples_are_mixed(models: Path) -> None:
         np.testing.assert_array_equal(answer["scores"], engine.score(bags)["scores"])
 
 
-def test_a_batch_is_read_when_the_answer_before_it_was_taken(models: Path) -> None:
+def test_a_batch_is_read_after_the_previous_answer_was_taken(models: Path) -> None:
     sent: list[int] = []
 
     def batches() -> Iterator[Any]:
@@ -125,6 +125,6 @@ def test_other_batches_are_refused(models: Path, batch: Any, method: Any, messag
         ({"errors": "skip"}, "errors: expected 'raise' or 'yield', got 'skip'"),
     ],
 )
-def test_other_words_are_refused_at_once(models: Path, arguments: dict[str, Any], message: str) -> None:
+def test_invalid_stream_options_are_refused_at_once(models: Path, arguments: dict[str, Any], message: str) -> None:
     with Engine.open(models / "ranker" / "1") as engine, pytest.raises(ConfigurationError, match=message):
         engine.stream([], **arguments)

@@ -57,7 +57,7 @@ def test_a_bad_request_is_refused_by_name(values: Any, lengths: Any, features: A
         checked(schema(), good, tensors(values, lengths, None, features), good)
 
 
-def test_an_id_is_not_compared_with_the_empty_table_in_front_of_its_own() -> None:
+def test_an_id_is_checked_against_its_own_table_after_empty_features() -> None:
     assert checked(schema(), tensors(ints(99, 99), lens(0, 0, 0, 0, 1, 1))).id_bounds.tolist() == [0, 0, 0, 2]
     assert checked(schema(), tensors(ints(9, 9), lens(2, 0, 0))).id_bounds.tolist() == [0, 2, 2, 2]
     with pytest.raises(IdsOutside, match=r"feature 'c': expected an id in \[0, 100\), got 100 for sample 0"):
@@ -84,12 +84,12 @@ def test_a_refusal_has_the_reason_that_metrics_tell(request_: Tensors, reason: R
     assert refused.value.reason is reason
 
 
-def test_the_sample_of_a_negative_length_is_named_not_that_of_an_empty_bag() -> None:
+def test_the_sample_of_a_negative_length_is_named() -> None:
     with pytest.raises(InvalidRequest, match="feature 'b': expected lengths >= 0, got -1 for sample 1"):
         checked(schema(), tensors(ints(1), lens(0, 1, 0, -1, 1, 0)))
 
 
-def test_ids_outside_are_counted_for_the_table_and_row_0_may_stand_in() -> None:
+def test_ids_outside_are_counted_by_table_and_may_read_row_0() -> None:
     shared = replace(schema(default_rows=(0, 0, -1)).all_features, tables=("t", "t", "tc"))
     request = accept(LookupSchema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
     changed, outside = apply_id_policies(request)
@@ -173,7 +173,7 @@ def test_policy_modulo_makes_a_row_of_every_int64(
         assert counts == {}
 
 
-def test_policy_modulo_beside_an_id_that_is_refused_or_dropped() -> None:
+def test_policy_modulo_works_beside_refused_and_dropped_ids() -> None:
     policies = schema(modulo=(True, False, False), zero=(False, False, True))
     with pytest.raises(IdsOutside, match=r"feature 'b': expected an id in \[0, 5\), got 5") as caught:
         checked(policies, tensors(ints(10, 5), lens(1, 1, 0)))
@@ -182,13 +182,13 @@ def test_policy_modulo_beside_an_id_that_is_refused_or_dropped() -> None:
     assert accepted.values.tolist() == [9, 4, 7]
 
 
-def test_policy_zero_does_not_excuse_another_table() -> None:
+def test_policy_zero_of_one_table_does_not_apply_to_another() -> None:
     with pytest.raises(IdsOutside, match="feature 'b'") as caught:
         checked(schema(zero=(True, False, True)), tensors(ints(10, 5), lens(1, 1, 0)))
     assert caught.value.counts == {"ta": 1, "tb": 1}
 
 
-def test_a_request_larger_than_the_limits_is_refused_whatever_it_asks() -> None:
+def test_a_request_beyond_the_limits_is_refused_for_any_outputs() -> None:
     limits = ServingSettings(max_request_ids=3, max_request_samples=2)
     accept(schema(), tensors(ints(1, 2, 3), lens(2, 1, 0, 0, 0, 0)), limits)
     with pytest.raises(InvalidRequest, match=r"ids: expected at most 3 in a request, got 4: .*--max-request-ids"):
@@ -203,7 +203,9 @@ LENGTHS = st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 3), min_siz
 
 
 @given(st.lists(st.tuples(WILD, LENGTHS), min_size=1, max_size=4))
-def test_checking_together_refuses_exactly_what_is_refused_alone(every: list[tuple[list[int], list[int]]]) -> None:
+def test_validating_together_refuses_exactly_the_requests_refused_alone(
+    every: list[tuple[list[int], list[int]]],
+) -> None:
     """By plain Python: every length counts, they add up, and each id is inside its table."""
 
     def good(values: list[int], lengths: list[int]) -> bool:

@@ -85,7 +85,7 @@ def wrong(row: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["null", "has a null", "another shape"])
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
-def test_of_rows_in_bags_and_without(form: str, kind: str, data: Any) -> None:
+def test_wrong_rows_in_bags_and_flat_name_their_sample(form: str, kind: str, data: Any) -> None:
     shape = data.draw(st.sampled_from([(), (2,)] if kind == "null" else [(2,)]))
     lengths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     assume(sum(lengths) > 1)
@@ -109,7 +109,7 @@ def test_of_rows_in_bags_and_without(form: str, kind: str, data: Any) -> None:
 @pytest.mark.parametrize("kind", ["null", "has a null", "another shape"])
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
-def test_of_rows_of_samples(form: str, kind: str, data: Any) -> None:
+def test_wrong_rows_of_samples_name_their_sample(form: str, kind: str, data: Any) -> None:
     shape = data.draw(st.sampled_from([(), (2,), (1, 2)] if kind == "null" else [(2,), (1, 2)]))
     samples = data.draw(st.integers(2, 6))
     sample = data.draw(st.integers(1, samples - 1))
@@ -124,7 +124,7 @@ def test_of_rows_of_samples(form: str, kind: str, data: Any) -> None:
 @pytest.mark.parametrize("is_in_bags", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @given(data=st.data())
-def test_of_null_ids(form: str, is_in_bags: bool, data: Any) -> None:
+def test_null_ids_name_their_sample(form: str, is_in_bags: bool, data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(0, 3) if is_in_bags else st.just(1), min_size=1, max_size=6))
     ids: list[Any] = [[*range(length)] if is_in_bags else 3 for length in lengths]
     assume(any(item not in (None, []) for item in ids))  # of nulls alone, no form is known
@@ -148,13 +148,13 @@ def test_of_null_ids(form: str, is_in_bags: bool, data: Any) -> None:
         ((), pd.Series([7, None], dtype="Int64"), "a null in sample 1: fill it, or leave the sample out"),
     ],
 )
-def test_of_rows_that_are_wrong_otherwise(shape: tuple[int, ...], column: Any, wrong: str) -> None:
+def test_other_wrong_rows_name_their_sample(shape: tuple[int, ...], column: Any, wrong: str) -> None:
     dense_input = DenseInput("x", shape, key="key")
     with pytest.raises(InvalidRequest, match=f"dense input 'x': expected numbers: got {wrong}"):
         encode_dense([dense_input], {"x": column}, {"key": np.ones(2, np.int32)}, nulls="empty")
 
 
-def test_of_rows_beyond_the_bags_of_their_ids_the_row_is_named() -> None:
+def test_rows_beyond_the_bags_of_their_ids_are_named() -> None:
     rows: Any = [7, None]
     for lengths in ({}, {"key": np.array([1], np.int32)}):
         with pytest.raises(InvalidRequest, match="got a null in row 1: fill it"):

@@ -111,7 +111,7 @@ def test_another_replica_answers_for_one_that_is_late() -> None:
         late.set()
 
 
-def test_a_late_replica_is_not_given_up() -> None:
+def test_a_late_replica_may_still_answer_first() -> None:
     """The other attempt begins, and does not answer; the first does."""
     late, never = threading.Event(), threading.Event()
 
@@ -133,7 +133,7 @@ def test_a_replica_that_refuses_is_passed_over(code: grpc.StatusCode) -> None:
         assert caller.host.counts.retries == 1
 
 
-def test_a_fault_is_not_tried_again() -> None:
+def test_an_invalid_argument_is_not_retried() -> None:
     with host(fails(grpc.StatusCode.INVALID_ARGUMENT)) as (caller, fakes):
         with pytest.raises(HostUnavailable, match=r"^host 0 \(m version 1 at .*\): INVALID_ARGUMENT: told so$"):
             caller.ask(REQUEST).sums()
@@ -159,7 +159,7 @@ def test_hosts_are_called_again_after_one_was_lost() -> None:
         np.testing.assert_array_equal(caller.ask(REQUEST).sums(), [[1, 1]])
 
 
-def test_a_lost_host_does_not_take_the_answers_of_others() -> None:
+def test_a_lost_host_does_not_affect_the_answers_of_others() -> None:
     with hosts([answers], [fails(grpc.StatusCode.INTERNAL)]) as (caller, _):
         by_rank = wait_all(caller.ask({2: REQUEST, 1: REQUEST}))
     assert isinstance(by_rank[1], np.ndarray)
@@ -182,7 +182,7 @@ def test_hosts_are_waited_for_in_the_order_of_their_last_answers() -> None:
     assert order == ["fast", "middle", "slow"]
 
 
-def test_an_answer_that_was_there_already_counts_as_the_last_that_was_waited_for() -> None:
+def test_an_answer_already_there_counts_with_the_last_waited_time() -> None:
     with host(answers) as (caller, _):
         caller.took(0.004, waited=True)
         caller.took(0.09, waited=False)
@@ -195,7 +195,7 @@ def test_an_answer_that_was_there_already_counts_as_the_last_that_was_waited_for
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
+def test_an_answer_counts_while_hosts_waited_for_earlier_are_silent(replicas: int) -> None:
     """Else one host that falls silent would take all others along that were expected later."""
     never = threading.Event()
     silent = [waits_for(never)]
@@ -209,7 +209,7 @@ def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
     assert caller.by_rank[3].host.counts.timeouts == 0
 
 
-def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
+def test_several_requests_to_a_host_are_in_flight_at_once() -> None:
     """The host answers none before it has all of them."""
     together = threading.Barrier(3)
 
@@ -225,7 +225,7 @@ def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_no_answer_is_lost_behind_several_requests_to_a_silent_host(replicas: int) -> None:
+def test_no_answer_is_lost_after_several_requests_to_a_silent_host(replicas: int) -> None:
     """Each of them takes a thread that reads late answers."""
     never = threading.Event()
     with hosts([waits_for(never)], [answers], timeout_s=3.0, replicas=replicas) as (caller, fakes):

@@ -155,7 +155,7 @@ def call(addresses: list[str], *says: Says, do: Callable[[Host], Coroutine[Any, 
         loop.close()
 
 
-def test_an_answer_is_taken_as_it_comes() -> None:
+def test_an_answer_within_half_of_the_time_needs_one_attempt() -> None:
     outcome = call(TWO, Says(after_s=0.1))
     np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s == pytest.approx(0.1)
@@ -171,11 +171,11 @@ def test_a_silent_host_is_lost_when_the_time_is_over(addresses: list[str]) -> No
     assert outcome.host.counts.lost == 1
 
 
-def test_one_address_is_asked_once() -> None:
+def test_a_single_address_gets_one_attempt() -> None:
     assert call(ONE, SILENT).replicas.began == [0]
 
 
-def test_another_attempt_begins_after_half_the_time_and_none_outlives_the_call() -> None:
+def test_attempts_start_at_half_of_the_time_left_and_end_with_the_call() -> None:
     outcome = call(TWO, SILENT)
     assert outcome.replicas.began == pytest.approx([0, 0.15, 0.225])
     assert outcome.replicas.timeouts == pytest.approx([0.3, 0.15, 0.075])
@@ -188,13 +188,13 @@ def test_another_replica_answers_for_a_silent_one() -> None:
     assert outcome.took_s == pytest.approx(0.16)
 
 
-def test_a_slow_replica_is_not_given_up() -> None:
+def test_a_slow_replica_may_still_answer_first() -> None:
     outcome = call(TWO, Says(after_s=0.2), SILENT)
     np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
     assert outcome.took_s == pytest.approx(0.2)
 
 
-def test_a_refused_attempt_does_not_end_one_that_goes_on() -> None:
+def test_a_refused_attempt_does_not_end_a_running_one() -> None:
     outcome = call(TWO, Says(after_s=0.28), REFUSED)
     np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
 
@@ -207,7 +207,7 @@ def test_a_replica_that_refuses_is_passed_over_at_once(says: Says) -> None:
 
 
 @pytest.mark.parametrize("says", [NOT_FOUND, LOADING], ids=["not found", "loading"])
-def test_a_replica_that_has_the_version_is_given_time_to_connect(says: Says) -> None:
+def test_a_replica_with_the_version_gets_time_to_connect(says: Says) -> None:
     """Until it is connected, all attempts go to the other."""
     outcome = call(TWO, *[says] * 5, Says())
     np.testing.assert_array_equal(outcome.answer, [[1, 1, 1]])
@@ -226,18 +226,18 @@ def test_a_host_that_refuses_is_lost_with_its_reason(says: Says, most: int) -> N
     assert outcome.host.counts.retries == len(outcome.replicas.began) - 1
 
 
-def test_a_host_where_nobody_listens_is_lost_long_before_the_time_is_over() -> None:
+def test_a_host_without_a_listener_is_lost_long_before_the_timeout() -> None:
     assert call(TWO, REFUSED).took_s < 0.02
 
 
-def test_a_fault_is_not_tried_again() -> None:
+def test_an_invalid_argument_is_not_retried() -> None:
     outcome = call(TWO, Says(grpc.StatusCode.INVALID_ARGUMENT, details="feature 'x': no"))
     assert isinstance(outcome.answer, HostUnavailable)
     assert str(outcome.answer).endswith(": INVALID_ARGUMENT: feature 'x': no")
     assert len(outcome.replicas.began) == 1
 
 
-def test_every_reason_is_told_once() -> None:
+def test_each_reason_for_a_lost_host_is_named_once() -> None:
     """A wrong digest does not hide behind a replica where nobody listens, nor behind one that is silent."""
     digest = "expected the bundle with SHA-256 ffff of its manifest, this is eeee"
     wrong = Says(grpc.StatusCode.NOT_FOUND, details=digest)
@@ -248,7 +248,7 @@ def test_every_reason_is_told_once() -> None:
     assert str(call(TWO, wrong, SILENT).answer).endswith(f"): {digest}; no answer within 0.3 s")
 
 
-def test_what_a_host_says_is_cut_and_has_no_control_characters() -> None:
+def test_messages_of_hosts_are_truncated_and_have_no_control_characters() -> None:
     outcome = call(TWO, Says(grpc.StatusCode.INTERNAL, details="\x1b[2J\n\u202e" + 10**5 * "x"))
     said = str(outcome.answer)
     assert said.isprintable()
@@ -259,7 +259,7 @@ def test_what_a_host_says_is_cut_and_has_no_control_characters() -> None:
 EMPTY = Says(shape=(1, 0, 3), content=b"")
 
 
-def test_a_check_needs_one_replica_and_asks_for_all_segments_of_the_part() -> None:
+def test_a_check_needs_one_replica_and_requests_all_segments() -> None:
     outcome = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
     assert outcome.answer is None
     _, *parameters = (
@@ -275,7 +275,7 @@ WIDER = Says(shape=(1, 0, 4), content=b"")
 
 
 @pytest.mark.parametrize("says", [[WIDER], [EMPTY, WIDER]], ids=["without names", "with names"])
-def test_a_check_looks_at_the_width_with_and_without_names(says: list[Says]) -> None:
+def test_a_check_compares_the_width_with_and_without_names(says: list[Says]) -> None:
     error = call(TWO, *says, do=Host.check).answer
     assert isinstance(error, InternalError)
     assert "expected 'embeddings' of FP32" in str(error)

@@ -68,7 +68,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 
 
 @pytest.mark.promise("With mutual TLS only routers reach hosts")
-def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_path: Path) -> None:
+def test_a_router_reaches_hosts_with_certificates_and_metadata(closed: Closed, tmp_path: Path) -> None:
     router_repository = only(closed.bundle.parents[1], [MODEL], tmp_path / "router")
     metadata = tmp_path / "metadata.json"
     metadata.write_text(json.dumps(METADATA))
@@ -88,7 +88,7 @@ def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_pa
 
 @pytest.mark.promise("With mutual TLS only routers reach hosts")
 @pytest.mark.parametrize("lacking", ["certificate", "root", "tls", "metadata"])
-def test_hosts_are_closed_to_who_lacks_any_of_it(closed: Closed, lacking: str) -> None:
+def test_hosts_refuse_clients_that_lack_any_credential(closed: Closed, lacking: str) -> None:
     tls = closed.hosts.tls
     assert tls is not None
     without = {

@@ -86,7 +86,7 @@ def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
     "Requests that need a lost host are refused with its name and its tables, and all others are answered"
 )
 @pytest.mark.parametrize("lose", one_in(3, [refused, silent, stopped]), ids=lambda lose: lose.__name__)
-def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
+def test_a_lost_host_is_named_and_other_requests_are_answered(
     served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
 ) -> None:
     version = served.versions[1]
@@ -106,7 +106,7 @@ def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
 @pytest.mark.promise(
     "Requests that need a lost host are refused with its name and its tables, and all others are answered"
 )
-def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
+def test_requests_of_one_handover_fail_separately(served: Faulty) -> None:
     unaffected = [bags(served.unaffected, seed) for seed in range(12)]
     lost = [bags(served.refused, seed) for seed in range(12)]
     before = metric(served.router, "tbe_calls_total", model=MODEL)
@@ -127,7 +127,7 @@ def test_requests_of_one_handover_fail_alone(served: Faulty) -> None:
 @pytest.mark.promise(
     "With `--on-shard-failure TABLE=zero`, a lost host's rows of that table are zeros and are counted"
 )
-def test_zeros_are_counted_by_table_and_a_mean_counts_the_ids_that_are_missing(served: Faulty) -> None:
+def test_zeros_are_counted_by_table_and_means_count_missing_ids(served: Faulty) -> None:
     """A mean is what is left of the sum, over all ids of the bag."""
     one = served.versions[1].one
     (shard,) = (shard for shard in one.bundle.manifest.plan.shards_by_table["shade"] if shard.rank != rank_of(served))
@@ -167,7 +167,7 @@ def ready(server: Running, query: str = "") -> str:
 
 
 @pytest.mark.promise("A router with a lost host is unhealthy but live, and is not restarted as hung")
-def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> None:
+def test_a_router_with_a_lost_host_is_alive_but_degraded(served: Faulty) -> None:
     """What tells `tbe-serve run` that a model hangs is answered, whoever else is lost."""
     nothing = {
         "inputs": [
@@ -202,7 +202,7 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
 
 
 @pytest.mark.promise("A host that returns is used again without a restart of the router")
-def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(served: Faulty) -> None:
+def test_a_restarted_host_answers_without_a_restart_of_the_router(served: Faulty) -> None:
     request = bags(EVERY, 1)
     expected = served.versions[1].one.lookup(request)
     router = served.router.triton
@@ -216,7 +216,7 @@ def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(se
 
 @pytest.mark.promise("A router that died is restarted although a host is lost")
 @pytest.mark.parametrize("kill", one_in(2, ["tritonserver", "model"]))
-def test_a_router_that_was_killed_is_started_again_even_while_a_host_is_lost(served: Faulty, kill: str) -> None:
+def test_a_killed_router_restarts_while_a_host_is_lost(served: Faulty, kill: str) -> None:
     one = served.versions[1].one
     unaffected, every = bags(served.unaffected, 8), bags(EVERY, 8)
     triton_ = served.router.triton
@@ -234,7 +234,7 @@ def test_a_router_that_was_killed_is_started_again_even_while_a_host_is_lost(ser
 # --- two replicas of each host: what one lacks the other answers
 
 
-def test_what_still_runs_when_a_loop_closes_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_still_running_when_a_loop_closes_are_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     """asyncio would say `Task was destroyed but it is pending`, and who waits for it would wait for ever."""
     loop, begun = LoopThread(), threading.Event()
 
@@ -252,9 +252,7 @@ def test_what_still_runs_when_a_loop_closes_is_cancelled(caplog: pytest.LogCaptu
     assert caplog.text == ""
 
 
-def test_an_engine_that_watches_its_replicas_closes_in_silence(
-    served: Faulty, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_watches_replicas_closes_silently(served: Faulty, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine.open(served.versions[1].bundle, hosts(served.addresses))
     ranks = engine.ranks
     ranks.watch_replicas(PATIENT_S)
@@ -320,7 +318,7 @@ def every_way(served: Faulty, *relays: str, version: int = 1) -> Iterator[list[A
 
 
 @pytest.mark.promise("No request fails when one of two replicas is killed and restarted")
-def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served: Faulty) -> None:
+def test_no_request_fails_when_one_of_two_replicas_restarts(served: Faulty) -> None:
     with every_way(served, "a", "b") as asks, load_of(asks, served.versions[1].one) as wrong:
         until_asked(served.servers["b"])
         served.servers["b"].triton.kill()
@@ -330,7 +328,7 @@ def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served:
 
 @pytest.mark.promise("No request fails once a silent replica has been noticed")
 @pytest.mark.parametrize("lose", one_in(2, [silent, stopped]), ids=lambda lose: lose.__name__)
-def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
+def test_no_request_fails_after_a_replica_is_known_to_be_silent(
     served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
 ) -> None:
     request, one = bags(EVERY, 3), served.versions[1].one
@@ -346,7 +344,7 @@ def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
 
 
 @pytest.mark.promise("A replica without the version, or with another bundle of it, is skipped")
-def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(served: Faulty) -> None:
+def test_a_replica_without_the_version_or_bundle_is_skipped(served: Faulty) -> None:
     """`c` has neither host: one bundle is of another export, with the same version, the other version 2 alone."""
     one, request = served.versions[1].one, bags(EVERY, 4)
     with every_way(served, "c", "a") as asks:
@@ -365,7 +363,7 @@ def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(ser
 
 
 @pytest.mark.promise("A replica without the version, or with another bundle of it, is skipped")
-def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_again(served: Faulty) -> None:
+def test_a_host_is_lost_while_all_its_replicas_have_another_bundle(served: Faulty) -> None:
     one, request = served.versions[1].one, bags(EVERY, 5)
     with Relay(served.servers["a"].grpc) as relay:
         addresses = {host: [relay.address] for host in (0, 1)}
@@ -381,7 +379,7 @@ def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_
 
 
 @pytest.mark.promise("A version that a host lacks is refused with the host's name, and the serving version continues")
-def test_a_version_that_a_host_lacks_is_not_loaded_and_the_present_one_goes_on(served: Faulty) -> None:
+def test_a_version_that_a_host_lacks_is_not_loaded(served: Faulty) -> None:
     one = served.versions[1].one
     lost = f"host {served.lost} ({MODEL}-host-{served.lost} version 2 at {served.relays['b'].address}): "
     with by_router(served.router.grpc) as ask, load_of([ask], one) as wrong:

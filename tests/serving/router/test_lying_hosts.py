@@ -113,7 +113,7 @@ def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
 @pytest.mark.parametrize(
     ("lie", "said"), one_in(3, [pytest.param(*value, id=name) for name, value in BEHAVIOURS.items()])
 )
-def test_a_lie_harms_those_alone_that_need_the_host(
+def test_an_invalid_answer_fails_only_requests_that_need_the_host(
     served: Served, engine: Engine, liar: FakeHost, lie: Behaviour, said: str, refuses: int
 ) -> None:
     liar.behaviour, liar.refuses = lie, refuses
@@ -126,7 +126,7 @@ def test_a_lie_harms_those_alone_that_need_the_host(
 
 @pytest.mark.promise("A router loads no version and is unhealthy while a host answers nothing valid")
 @pytest.mark.parametrize(("lie", "said"), one_in(4, SEEN_WITHOUT_NUMBERS))
-def test_health_and_opening_look_at_the_answer(
+def test_health_checks_and_opening_refuse_invalid_answers(
     served: Served, engine: Engine, liar: FakeHost, lie: Behaviour, said: str
 ) -> None:
     liar.behaviour = lie
@@ -140,7 +140,7 @@ def test_health_and_opening_look_at_the_answer(
 
 @pytest.mark.promise("Malformed, oversized or interrupted answers of a host fail only requests that need it")
 @pytest.mark.parametrize("does", one_in(4, WIRES.values()), ids=WIRES)
-def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, does: Wire) -> None:
+def test_a_malformed_answer_fails_only_requests_that_need_the_host(served: Served, does: Wire) -> None:
     """The engine is opened as one is that served before: nobody is asked first."""
     request = bags(served.needed, 0)
     host = served.hosts[served.liar]
@@ -175,7 +175,7 @@ def assert_refused_as_another_part(router: Path, addresses: Mapping[int, str]) -
 
 
 @pytest.mark.promise("A host's manifest that contradicts itself or its router's plan is refused")
-def test_each_other_s_bundles_are_refused_when_the_engine_opens(served: Served, tmp_path: Path) -> None:
+def test_swapped_host_bundles_are_refused_when_the_engine_opens(served: Served, tmp_path: Path) -> None:
     """The hosts are honest, and have the very bundles that the router's names for them."""
     router = shutil.copytree(served.version.bundle, tmp_path / "movies" / "1")
     first, second = open_bundle(router).manifest.hosts

@@ -69,7 +69,7 @@ def without(bags: dict[str, Any], tables: set[str]) -> dict[str, Any]:
 
 
 @pytest.mark.promise("Scores that need a lost host are refused in the same way, also when merged with others")
-def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(tmp_path: Path) -> None:
+def test_scores_that_need_a_lost_host_are_refused_by_its_name(tmp_path: Path) -> None:
     """Under load, merged with one another. When it is back, all are right; what has zeros for it is scored with them."""
     module = Whole().eval()
     router = export_hosts(tmp_path, module, WHOLE)

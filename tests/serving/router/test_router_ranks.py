@@ -131,14 +131,14 @@ def test_a_router_answers_as_one_process_bit_for_bit(served: Served) -> None:
             assert_same(client.lookup(request), served.one.lookup(request))
 
 
-def test_an_engine_in_a_process_of_its_own_answers_alike(served: Served) -> None:
+def test_an_engine_that_calls_hosts_answers_like_one_process(served: Served) -> None:
     with Engine.open(served.bundle, patient(served.addresses)) as engine:
         for seed in range(3):
             for request in requests(served, seed):
                 assert_same(engine.lookup(request), served.one.lookup(request))
 
 
-def test_requests_that_come_together_are_merged_into_one_call_a_host(served: Served) -> None:
+def test_concurrent_requests_are_merged_into_one_call_per_host(served: Served) -> None:
     many = [request for seed in range(8) for request in requests(served, seed)]
     before = metric(served.metrics, "tbe_calls_total"), metric(served.metrics, "tbe_host_call_seconds_count")
     with LookupClient(served.router, MODEL, 120) as client:
@@ -151,7 +151,7 @@ def test_requests_that_come_together_are_merged_into_one_call_a_host(served: Ser
     assert to_hosts <= 4 * calls
 
 
-def test_what_needs_no_host_asks_none(served: Served) -> None:
+def test_requests_that_need_no_host_call_none(served: Served) -> None:
     (table,) = (spec for spec in SPECS if spec.name == "data_parallel_SUM_FP32")
     before = metric(served.metrics, "tbe_host_call_seconds_count")
     row = _arrays(np.random.default_rng(0), [[1, 2]], served.weighted)
@@ -187,7 +187,7 @@ def _bytes(served: Served, host: str) -> Any:
     )
 
 
-def test_a_host_s_bundle_is_an_ordinary_one(served: Served) -> None:
+def test_a_host_s_bundle_is_served_like_any_other(served: Served) -> None:
     manifest = open_bundle(served.bundle).manifest
     with LookupClient(served.addresses[2], manifest.hosts[2].model, 20) as client:
         info = client.info()
@@ -220,14 +220,14 @@ def test_hosts_of_a_bundle_without_hosts_are_refused(served: Served) -> None:
         Engine.open(served.one.bundle.path, {0: "127.0.0.1:1"})
 
 
-def test_hosts_that_are_not_there_are_all_named(served: Served) -> None:
+def test_all_unreachable_hosts_are_named(served: Served) -> None:
     with pytest.raises(HostUnavailable) as refused:
         Engine.open(served.bundle, HostsConfig(addresses=dict.fromkeys(range(4), "127.0.0.1:1"), timeout_s=0.1))
     for number in range(4):
         assert f"host {number} (movies-host-{number} version 1 at 127.0.0.1:1): " in str(refused.value)
 
 
-def test_every_replica_is_seen_by_itself(served: Served) -> None:
+def test_each_replica_is_reported_separately(served: Served) -> None:
     manifest = open_bundle(served.bundle).manifest
     addresses = {host: [address, "127.0.0.1:1"] for host, address in served.addresses.items()}
     addresses[3] = ["localhost:1"]

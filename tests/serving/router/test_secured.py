@@ -45,7 +45,7 @@ def hosts(pems: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.long
-def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
+def test_a_router_presents_its_certificate_and_adds_sums_in_fp16(
     hosts: tuple[Path, str], pems: Path, tmp_path: Path
 ) -> None:
     bundle, address = hosts
@@ -79,7 +79,7 @@ def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
 
 
 @pytest.mark.long
-def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_call(tmp_path: Path) -> None:
+def test_a_root_certificate_is_replaced_without_a_failed_call(tmp_path: Path) -> None:
     """As docs/kubernetes.md says: both are trusted, then certificates are of the new one, then that alone is trusted."""
     old, new = (write_certificates(tmp_path / name, server="localhost", client="router") for name in ("old", "new"))
     shared = Path(shutil.copytree(old, tmp_path / "shared"))
@@ -152,7 +152,7 @@ def _is_another(server: Running, before: set[int]) -> bool:
     return len(pids) == 1 and pids[0] not in before
 
 
-def test_metadata_is_read_anew_when_its_file_changes(tmp_path: Path) -> None:
+def test_metadata_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     path = tmp_path / "token.json"
     path.write_text('{"authorization": "Bearer 1"}')
     metadata = MetadataFile(path)

@@ -29,7 +29,7 @@ def options(access: Access) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def test_by_default_this_machine_alone_and_only_lookups() -> None:
+def test_the_default_is_loopback_and_lookups_only() -> None:
     assert "http-address" not in options(Access())
     flags = options(Access(http=True))
     assert {flags[f"{name}-address"] for name in ("grpc", "http")} == {"127.0.0.1"}
@@ -38,7 +38,7 @@ def test_by_default_this_machine_alone_and_only_lookups() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
-def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) -> None:
+def test_other_addresses_need_tls_or_insecure(host: str, pems: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=rf"--host {re.escape(host)}: others could listen in: expected --tls-cert"
     ):
@@ -63,7 +63,7 @@ def test_a_host_that_triton_would_misread_is_refused(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9"])
-def test_this_machine_needs_no_tls(host: str) -> None:
+def test_loopback_needs_no_tls(host: str) -> None:
     assert options(Access(host=host))["grpc-address"] == host
 
 
@@ -74,7 +74,7 @@ def test_certificates_of_clients_are_asked_for(pems: Path) -> None:
     assert flags["grpc-root-cert"] == str(pems / "root.pem")
 
 
-def test_what_is_allowed_is_left_out_and_what_is_none_of_it_refused() -> None:
+def test_allowed_protocols_are_unrestricted_and_unknown_ones_refused() -> None:
     flags = options(Access(allow=("shared-memory", "trace")))
     assert flags["grpc-restricted-protocol"].partition(":")[0] == "model-repository,logging"
     assert "grpc-restricted-protocol" not in options(Access(allow=RESTRICTED))
@@ -130,7 +130,7 @@ def pem(valid: tuple[datetime, datetime], *, is_authority: bool) -> bytes:
         ([], [EXPIRED, TO_COME], False),
     ],
 )
-def test_certificates_are_usable_that_somebody_would_accept_now(
+def test_only_currently_valid_certificates_are_accepted(
     leaves: list[tuple[datetime, datetime]],
     authorities: list[tuple[datetime, datetime]],
     is_usable: bool,
@@ -145,7 +145,7 @@ def test_certificates_are_usable_that_somebody_would_accept_now(
         expect_usable(path)
 
 
-def test_keys_are_not_looked_into_and_what_is_no_pem_is_named(pems: Path, tmp_path: Path) -> None:
+def test_keys_are_not_parsed_and_files_that_are_no_pem_are_named(pems: Path, tmp_path: Path) -> None:
     expect_usable(pems / "server.key")
     (tmp_path / "x.pem").write_text("no certificate")
     for missing in ("x.pem", "nowhere.pem"):

@@ -158,7 +158,7 @@ REFUSED = [
 
 @pytest.mark.promise("Each change to a signed bundle or its settings is refused by name")
 @pytest.mark.parametrize(("attack", "message"), REFUSED)
-def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> None:
+def test_each_attack_on_a_signed_repository_is_refused_by_name(target: Target, attack: Attack, message: str) -> None:
     attack(target)
     with pytest.raises(ServingError, match=message) as refused:
         served_files(target)
@@ -171,7 +171,7 @@ def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> 
     "name",
     ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{file_name}" for file_name in sorted(VERSION_FILES))],
 )
-def test_nothing_in_place_of_a_file_is_waited_for(target: Target, name: str, kind: Callable[[Path], None]) -> None:
+def test_special_files_are_refused_without_waiting(target: Target, name: str, kind: Callable[[Path], None]) -> None:
     path = put(target.model / name, kind)
     if name == "2/model.py":  # which is ours, whatever lies there
         assert served_files(target).keys() == expected_files()

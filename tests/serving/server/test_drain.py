@@ -153,7 +153,7 @@ def status_of(server: Running) -> str:
 
 
 @pytest.mark.promise("A second signal ends a server at once")
-def test_a_server_that_drains_says_so_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+def test_a_draining_server_says_so_and_a_second_signal_ends_it(tmp_path: Path) -> None:
     bundle = exported(tmp_path)
     add_gate(bundle)
     options = ("--drain-s", "3600", "--", "--exit-timeout-secs", "3600")
@@ -189,9 +189,7 @@ def test_a_server_that_drains_says_so_and_a_second_signal_ends_it_at_once(tmp_pa
         (20, [f"{AGE}=90", f"{AGE}=10000"], "and they last up to 11 s: leave"),
     ],
 )
-def test_a_time_in_which_connections_cannot_be_closed_is_refused(
-    drain_s: float, options: list[str], message: str
-) -> None:
+def test_a_drain_too_short_to_close_connections_is_refused(drain_s: float, options: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         check_drain(drain_s, options)
 
@@ -201,7 +199,7 @@ def test_connections_age_within_the_time_to_drain(drain_s: float) -> None:
     check_drain(drain_s, age_options(connection_age_ms(drain_s, renews=True)))
 
 
-def test_a_drain_that_is_shorter_than_connections_last_starts_no_server(repository: Path) -> None:
+def test_a_drain_shorter_than_the_age_of_connections_is_refused(repository: Path) -> None:
     done = refused_run(str(repository), *FREE_PORTS, "--drain-s", "4", "--", "--grpc-max-connection-age", "9000")
     assert done.returncode == 1
     assert "they last up to 9.9 s: leave --grpc-max-connection-age out" in done.stderr

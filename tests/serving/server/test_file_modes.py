@@ -33,7 +33,7 @@ print(*modes)
 """
 
 
-def test_what_triton_does_to_the_program_of_its_python_backend_is_left_out(tmp_path: Path) -> None:
+def test_a_chmod_of_tritons_python_backend_to_its_program_is_ignored(tmp_path: Path) -> None:
     """By chmod(2) or fchmodat(2), as the C library has it."""
     set_up = [*SETUP_COMMAND, str(os.getpid()), str(1 << 20)]
     command = [*set_up, sys.executable, "-c", EXECUTABLE, str(tmp_path / "file")]
@@ -41,7 +41,7 @@ def test_what_triton_does_to_the_program_of_its_python_backend_is_left_out(tmp_p
     assert done.stdout.split() == [str(mode) for mode in (0o640, 0o700, 0o700, 0o200)]
 
 
-def test_a_program_opens_no_file_to_all_as_boost_does_and_all_else_is_done(tmp_path: Path) -> None:
+def test_files_opened_for_all_users_as_boost_does_are_private(tmp_path: Path) -> None:
     """In its children, too."""
     command = [sys.executable, "-c", MADE, str(tmp_path / "file")]
     shell = str(shutil.which("sh"))

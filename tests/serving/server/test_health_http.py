@@ -73,7 +73,7 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
 
-def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -> None:
+def test_a_server_is_ready_with_its_models_and_alive_all_the_time() -> None:
     health = HealthState()
     with listening(health) as address:
         ready, live = url_of(address, "/readyz"), url_of(address, "/livez")
@@ -92,7 +92,7 @@ def test_a_server_is_ready_once_it_and_its_models_are_and_alive_all_the_time() -
         assert status_of(live) == (200, "alive\n")
 
 
-def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
+def test_a_supervisor_that_stopped_checking_is_not_alive() -> None:
     with listening(HealthState(server_problem=None, last_supervised=time.monotonic() - 61)) as address:
         status, said = status_of(url_of(address, "/livez"))
         assert (status, said[:40]) == (503, "not alive: tritonserver has not been sup")
@@ -100,7 +100,7 @@ def test_a_supervisor_that_looks_after_nobody_any_more_is_not_alive() -> None:
         assert status_of(url_of(address, "/livez"))[0] == 200
 
 
-def test_a_router_whose_host_is_lost_stays_ready_and_says_so() -> None:
+def test_a_router_with_a_lost_host_stays_ready_and_names_it() -> None:
     with listening() as address:
         assert status_of(url_of(address, "/readyz")) == (200, "ready\n")
         assert status_of(url_of(address, "/readyz?verbose")) == (200, 'ready\nlost: host="1",model="m",version="1"\n')
@@ -117,7 +117,7 @@ def test_metrics_are_passed_on_behind_those_of_the_server() -> None:
         assert b"Content-Length: %d\r\n" % len(OWN + PAGE) in head
 
 
-def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
+def test_server_metrics_are_available_while_tritonserver_is_down() -> None:
     def scrape() -> bytes:
         raise ServerUnavailable("tritonserver: no answer: gone")
 
@@ -132,7 +132,7 @@ def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
             assert status_of(f"{url}/readyz?verbose") == (200, "ready\n")
 
 
-def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: Path) -> None:
+def test_metrics_report_the_expiry_of_the_served_certificate(pems: Path) -> None:
     """A file that was renewed since is not what is served."""
     health = HealthState(tls=tls_of(pems))
     health.reload_certificate()
@@ -163,13 +163,13 @@ def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: P
         (b"GET /livez HTTP/1.1\r\nX: " + b"a" * 17_000, 431),
     ],
 )
-def test_what_else_is_asked_is_answered_with_its_status(sent: bytes, status: int) -> None:
+def test_other_and_malformed_requests_get_their_http_status(sent: bytes, status: int) -> None:
     with listening() as address:
         assert answer_to(address, sent).split(b" ")[1] == b"%d" % status
 
 
 @given(sent=binary(max_size=200) | builds(bytes.__add__, just(b"GET /livez HTTP/1.1\r\n"), binary(max_size=200)))
-def test_whatever_is_sent_the_next_is_answered(sent: bytes) -> None:
+def test_the_next_request_is_answered_after_any_input(sent: bytes) -> None:
     with listening() as address:
         with socket.create_connection(address, PATIENT_S) as client, suppress(ConnectionResetError):
             client.sendall(sent)
@@ -179,7 +179,7 @@ def test_whatever_is_sent_the_next_is_answered(sent: bytes) -> None:
         assert status_of(url_of(address, "/livez")) == (200, "alive\n")
 
 
-def test_a_connection_that_closes_before_it_asked_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_closed_before_a_request_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with listening() as address:
         assert answer_to_nothing(address) == b""
         assert status_of(url_of(address, "/livez"))[0] == 200
@@ -215,7 +215,7 @@ def test_a_request_of_any_length_takes_no_memory(of: str) -> None:
 
 
 @pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
-def test_who_holds_connections_keeps_no_probe_out() -> None:
+def test_open_connections_do_not_block_probes() -> None:
     with listening() as address, ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(address, PATIENT_S)) for _ in range(300)]
         for client in clients[::2]:
@@ -229,7 +229,7 @@ def test_who_holds_connections_keeps_no_probe_out() -> None:
 
 
 @pytest.mark.promise("Held or slow connections to the operations port keep no probe out")
-def test_a_connection_that_asks_too_slowly_or_does_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_unread_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_http, "_PATIENCE_S", 0.3)
     with listening(page=b"#" * (64 << 20)) as address, socket.create_connection(address, PATIENT_S) as slow:
         slow.sendall(b"GET /livez HTTP/1.1\r\n")
@@ -259,7 +259,7 @@ def tls_of(pems: Path) -> ServerTls:
     return ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
 
 
-def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
+def test_the_port_with_tls_refuses_plain_http(pems: Path) -> None:
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
     access = Access(tls=tls_of(pems), operations_tls=True)
     health = HealthState(server_problem=None, tls=access.tls)
@@ -272,9 +272,7 @@ def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
         assert status_of(url_of(address, "/readyz")) == (200, "ready\n")
 
 
-def test_handshakes_that_never_end_take_a_bounded_number_of_files(
-    pems: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_handshakes_take_a_bounded_number_of_files(pems: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_http, "_MOST_HANDSHAKES", 10)
     monkeypatch.setattr(health_http, "_HANDSHAKE_S", 1.0)
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
@@ -286,7 +284,7 @@ def test_handshakes_that_never_end_take_a_bounded_number_of_files(
         assert status_of(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
 
 
-def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> None:
+def test_the_port_switches_certificates_with_tritonserver(pems: Path) -> None:
     """What the metric says is what both serve."""
     access = Access(tls=tls_of(pems), operations_tls=True)
     health = HealthState(tls=access.tls)
@@ -334,7 +332,7 @@ def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "two words", "a\nb", "ümlaut", "a:b"])
-def test_what_is_no_token_is_refused(token: str) -> None:
+def test_an_invalid_token_is_refused(token: str) -> None:
     with pytest.raises(ConfigurationError, match="--operations-token: expected a file with one line"):
         Access(operations_token=token)
     assert "s3cret" not in repr(Access(operations_token="s3cret"))
@@ -345,7 +343,7 @@ def test_tls_needs_a_certificate() -> None:
         Access(operations_tls=True)
 
 
-def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_h11_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "h11", None)
     monkeypatch.setattr(health_http, "find_spec", lambda _: None)
     with (
@@ -358,7 +356,7 @@ def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-def test_a_port_that_was_taken_meanwhile_is_said() -> None:
+def test_a_port_taken_since_the_check_is_reported() -> None:
     with socket.socket() as other, socket.socket() as listener:
         for sock in (other, listener):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

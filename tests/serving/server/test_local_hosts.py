@@ -89,7 +89,7 @@ def lines(process: "subprocess.Popen[str]", count: int) -> list[str]:
     return printed
 
 
-def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Published) -> None:
+def test_a_router_and_its_hosts_serve_recover_and_stop_together(published: Published) -> None:
     config = (published.repository / MODEL / "config.pbtxt").read_bytes()
     with started(published.repository, "--json") as process:
         said = json.loads(lines(process, 1)[0])
@@ -120,7 +120,7 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
 
 
 @pytest.mark.long
-def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
+def test_a_dead_host_ends_all_with_no_recover(published: Published) -> None:
     with started(published.repository, "--no-recover") as process:
         first, *_, grpc, operations, stop = (line.split() for line in lines(process, 7))
         assert (first[:2], first[3:]) == (["host", "0"], [f"{MODEL}-host-0", "1"])
@@ -132,7 +132,7 @@ def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
 
 
 @pytest.mark.long
-def test_it_is_a_function_too(published: Published, tmp_path: Path) -> None:
+def test_local_hosts_can_be_run_from_python(published: Published, tmp_path: Path) -> None:
     with (
         run_local_hosts(published.repository, logs=tmp_path) as fleet,
         LookupClient(fleet.router.grpc, MODEL, PATIENT_S) as client,
@@ -177,7 +177,7 @@ def with_another_host(repository: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_fleet_is_refused_by_name(
+def test_invalid_local_hosts_are_refused_by_name(
     copied: Path, change: Callable[[Path], None], kind: type[ServingError], message: str
 ) -> None:
     change(copied)
@@ -186,7 +186,7 @@ def test_what_cannot_be_a_fleet_is_refused_by_name(
 
 
 @pytest.mark.long
-def test_a_version_takes_the_place_of_another_as_the_page_says_without_a_failed_request(tmp_path: Path) -> None:
+def test_a_version_is_replaced_as_documented_without_a_failed_request(tmp_path: Path) -> None:
     """Hosts serve both while the router goes over."""
     config = replace(CONFIG, serving=ServingSettings(shard_timeout_ms=int(1000 * PATIENT_S)))
     export_hosts(tmp_path, collection(SPECS), config)

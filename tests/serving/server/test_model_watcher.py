@@ -33,7 +33,7 @@ def state(version: int, state: str = "READY", reason: str = "") -> VersionState:
     ],
     ids=["all serve", "died", "unloaded", "unloading", "loading", "failed", "all died", "all unloaded"],
 )
-def test_what_died_is_recovered_and_what_was_unloaded_is_not(
+def test_crashed_versions_stay_remembered_and_unloaded_ones_do_not(
     index: tuple[VersionState, ...], expected: tuple[int, ...] | None
 ) -> None:
     served, control = Served(0.0), cast(Control, Config())

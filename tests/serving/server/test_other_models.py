@@ -59,12 +59,12 @@ def crowded(one_model: Path, tmp_path: Path) -> Path:
     return repository
 
 
-def test_other_models_are_told_from_what_is_none(crowded: Path) -> None:
+def test_other_models_are_distinguished_from_other_folders(crowded: Path) -> None:
     assert find_models(crowded) == ("m",)
     assert other_models(crowded) == ("echo", "ensemble", "onnx one")
 
 
-def test_what_is_left_out_is_named_and_how_to_serve_it(crowded: Path) -> None:
+def test_models_left_out_are_named_with_how_to_serve_them(crowded: Path) -> None:
     what = "not served, because tbe-export did not make them: "
     assert [*left_out(crowded, False, [])] == [
         f"{what}echo, ensemble, onnx one; to serve them too: tbe-serve run {crowded} -- --load-model=echo "
@@ -88,7 +88,7 @@ def test_names_that_triton_cannot_serve_are_named(crowded: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "a\tb", "a'b", "a$b", "a;b", "a(b)", "a&b", "a*", "a\\b"])
-def test_a_repository_that_triton_cannot_start_models_in_is_refused(
+def test_a_repository_in_which_triton_cannot_start_models_is_refused(
     name: str, one_model: Path, tmp_path: Path
 ) -> None:
     """A shell splits its path. The model's process ended, and the server waited for it."""
@@ -101,11 +101,11 @@ def test_a_repository_that_triton_cannot_start_models_in_is_refused(
         pass
 
 
-def test_a_plain_path_is_taken() -> None:
+def test_a_path_without_shell_characters_is_accepted() -> None:
     assert is_plain("/tmp/é→漢/a-b_c.d+e@f=g,h:i%j#k~l")
 
 
-def test_the_models_that_options_load() -> None:
+def test_models_loaded_by_options_are_found() -> None:
     assert loaded_by(["--log-info=true", "--load-model=a", "--load-model", "b c", "--load-model"]) == {"a", "b c"}
 
 

@@ -77,7 +77,7 @@ def wait_for_capture(path: Path) -> None:
 @pytest.mark.promise(
     "Another user of the machine can neither read, change, remove nor reach what a running server creates"
 )
-def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(open_folder: Path) -> None:
+def test_another_user_can_access_nothing_that_a_server_creates(open_folder: Path) -> None:
     trusted = signed(open_folder, "live")
     shared = {*SHARED.iterdir()}
     with (
@@ -113,7 +113,7 @@ def is_of(path: Path, processes: list[int], server: int) -> bool:
 
 
 @pytest.mark.promise("The shared copy of weights is readable by the server's user alone")
-def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(open_folder: Path) -> None:
+def test_shared_copies_of_weights_are_private_to_their_user(open_folder: Path) -> None:
     """The file system of huge pages is mounted for the server alone; the other user comes in there."""
     signed(open_folder, "huge")
     mount = f'mount -t tmpfs -o huge=always,mode=1777 tmpfs {open_folder}/huge && exec "$0" "$@"'
@@ -131,7 +131,7 @@ def test_the_log_of_a_server_is_its_user_s_alone(open_folder: Path) -> None:
 
 
 @pytest.mark.promise("A published bundle is readable by the user that serves it, and writable by its publisher alone")
-def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(open_folder: Path) -> None:
+def test_a_published_bundle_is_read_only_for_other_users(open_folder: Path) -> None:
     """The user that exports and the one that serves differ."""
     signed(open_folder)
     created = below(open_folder / "r")
@@ -140,7 +140,7 @@ def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(
     assert try_all(sorted(created), []) == expected
 
 
-def test_another_user_would_be_noticed(open_folder: Path) -> None:
+def test_the_check_finds_files_open_to_another_user(open_folder: Path) -> None:
     """Of what lies open, all attempts succeed."""
     folder = open_folder / "tmp" / "open"
     folder.mkdir()

@@ -17,7 +17,7 @@ from tests.support.servers import FREE, read_only, refused_run, running, stubs, 
 @pytest.mark.promise(
     "A pinned version is served again after its process or its tritonserver died, also from a read-only repository"
 )
-def test_a_pinned_version_is_served_after_its_process_and_its_server_died(target: Target) -> None:
+def test_a_pinned_version_is_served_after_crashes_of_model_and_server(target: Target) -> None:
     """From a repository that nobody may write to."""
     with running(target.repository, "--serve", "m=1", within=read_only(target.repository)) as server:
         said = [answers(server.grpc, seed=1)]
@@ -52,7 +52,7 @@ def test_a_signed_version_is_pinned(target: Target, tmp_path: Path) -> None:
         assert {path.name for path in (server.private.repository / "m").iterdir() if path.is_dir()} == {"1"}
 
 
-def test_a_pin_is_above_the_floor(target: Target) -> None:
+def test_a_pin_below_min_version_is_refused(target: Target) -> None:
     assert "m/1/manifest.json" in served_files(target, pins={"m": (1,)}, min_versions={"m": 1})
     with pytest.raises(ServingError, match=r"m: expected version 2 or newer, as --min-version says, got 1"):
         served_files(target, pins={"m": (2, 1)}, min_versions={"m": 2})
@@ -72,7 +72,7 @@ def test_a_pin_is_above_the_floor(target: Target) -> None:
         ],
     ),
 )
-def test_a_pin_on_what_is_not_there_is_refused_by_name(target: Target, pin: str, message: str) -> None:
+def test_an_invalid_pin_is_refused_by_name(target: Target, pin: str, message: str) -> None:
     done = refused_run(str(target.repository), "--serve", pin)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()  # no tritonserver was started

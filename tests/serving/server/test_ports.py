@@ -65,7 +65,7 @@ def answers(port: int) -> Counter[str]:
 
 @pytest.mark.promise("TLS certificates and authorities are renewed under load without a failed call")
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host: str) -> None:
+def test_new_connections_reach_only_the_chosen_process(host: str) -> None:
     """Through six handovers; whoever ends, and whenever."""
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(free_ports(Access(), FREE)).grpc

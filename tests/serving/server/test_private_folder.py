@@ -23,7 +23,7 @@ from tests.support.servers import FREE
 
 
 @pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
-def test_what_is_not_expected_is_left_out(target: Target) -> None:
+def test_unsigned_files_are_left_out_of_the_private_folder(target: Target) -> None:
     for folder in (target.newest, target.model, target.model / "1", target.repository):
         add_code(target, folder)
     (target.newest / "model.py").write_text(target.code)
@@ -33,7 +33,7 @@ def test_what_is_not_expected_is_left_out(target: Target) -> None:
 
 
 @pytest.mark.promise("Python, libraries and packages that an attacker adds to the repository are not run")
-def test_with_code_everywhere_a_server_runs_none_of_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_runs_no_code_of_the_repository(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the model, in the working directory and on PYTHONPATH; and where a model is reloaded."""
     for folder in (target.newest, target.model, target.repository):
         add_code(target, folder)
@@ -58,7 +58,7 @@ def test_an_older_version_is_served_only_above_the_floor(target: Target) -> None
 
 
 @pytest.mark.promise("The bytes that are loaded are the bytes that were verified")
-def test_what_is_copied_is_what_was_compared(target: Target) -> None:
+def test_the_copied_files_are_the_verified_ones(target: Target) -> None:
     """Whoever changes a file meanwhile gets it refused, or not served."""
     path = target.newest / "weights.0.bin"
     right, wrong = path.read_bytes(), bytes(path.stat().st_size)
@@ -85,7 +85,7 @@ def test_what_is_copied_is_what_was_compared(target: Target) -> None:
         served_files(target)
 
 
-def test_nothing_of_the_repository_is_searched_for_modules(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_the_repository_are_removed_from_pythonpath(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 2.51's own Python passes over PYTHONPATH; another's may not."""
     linked, mine = target.repository.parent / "linked", target.repository.parent / "mine"
     linked.symlink_to(target.model)
@@ -95,7 +95,7 @@ def test_nothing_of_the_repository_is_searched_for_modules(target: Target, monke
         assert private.environment["PYTHONPATH"] == str(mine)
 
 
-def test_a_copy_is_no_link(target: Target) -> None:
+def test_the_private_folder_holds_copies_and_no_links(target: Target) -> None:
     trust = Trust(keys=target.trusted, folder=target.repository.parent)
     with private_folder(target.repository, ["m"], trust) as private:
         inodes = {path.stat().st_ino for path in private.repository.rglob("*")}
@@ -120,7 +120,7 @@ def test_a_signed_model_with_scores_has_all_its_programs(target: Target) -> None
             np.testing.assert_array_equal(scores[name], values)
 
 
-def test_weights_in_place_are_compared_and_nothing_else_is_linked(target: Target) -> None:
+def test_weights_in_place_are_verified_and_other_files_not_linked(target: Target) -> None:
     trust = Trust(keys=target.trusted, weights_in_place=True)
     with private_folder(target.repository, ["m"], trust) as private:
         linked = [path for path in private.repository.rglob("*") if path.is_symlink()]
@@ -138,7 +138,7 @@ def test_weights_in_place_are_compared_and_nothing_else_is_linked(target: Target
         pass
 
 
-def test_what_a_killed_server_left_is_removed(target: Target, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_server_are_removed(target: Target, tmp_path: Path) -> None:
     """The next one that makes a private folder there does it."""
     folder = tmp_path / "private"
     folder.mkdir()

@@ -39,7 +39,7 @@ def status_of(url: str, path: str) -> tuple[int, str]:
 READY, LIVE = (200, "ready\n"), (200, "alive\n")
 
 
-def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops(tmp_path: Path) -> None:
+def test_a_server_is_unready_only_while_it_replaces_something_or_stops(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     add_gate(bundle)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
@@ -79,7 +79,7 @@ def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops
         assert server.process.wait(60) == 0
 
 
-def test_a_server_that_loads_its_models_is_alive_and_not_ready(tmp_path: Path) -> None:
+def test_a_loading_server_is_alive_and_not_ready(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
     slow_start(export_model(collection(SUM), tmp_path / "r", "m"), gate)

@@ -45,7 +45,7 @@ def kill_stubs(triton: psutil.Process, model: str, count: int | None = None) -> 
         stub.kill()
 
 
-def test_a_dead_or_hanging_model_is_told_by_health_and_by_a_typed_error(repository: Path, tmp_path: Path) -> None:
+def test_a_dead_or_hanging_model_shows_in_health_and_as_a_typed_error(repository: Path, tmp_path: Path) -> None:
     """Triton itself says that it is ready."""
     bundle = repository / "m" / "1"
     add_gate(bundle)
@@ -98,9 +98,7 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
 @pytest.mark.promise(
     "A model whose process dies during its reload is reloaded after 1 s and after 3 s, and then the server ends with the reason"
 )
-def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_crashes_while_it_reloads_is_loaded_once_more(repository: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     slow_start(repository / "m" / "1", gate)
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=60) as client:
@@ -124,7 +122,7 @@ def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
 
 
 @pytest.mark.promise("A model whose process is killed as its reload begins serves again")
-def test_a_model_serves_again_whose_process_is_killed_as_it_begins_to_be_loaded_anew(repository: Path) -> None:
+def test_a_model_killed_at_the_start_of_a_reload_serves_again(repository: Path) -> None:
     """Triton 2.51 does not notice that, and waits for ever."""
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=60) as client:
         triton = server.triton
@@ -282,7 +280,7 @@ Engine.__init__ = init_with_little
     ),
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
+def test_an_unservable_bundle_is_refused_without_a_traceback(
     repository: Path, tmp_path: Path, spoil: Any, message: str
 ) -> None:
     spoil(repository / "m" / "1")
@@ -295,7 +293,7 @@ def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
 
 
 @pytest.mark.promise("A rank that does not fit into memory is refused by name, and the serving version continues")
-def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_serves_on(tmp_path: Path) -> None:
+def test_a_rank_without_enough_memory_leaves_the_old_version_serving(tmp_path: Path) -> None:
     """Two ranks of 128 MB each, and address space for one and a half."""
     repository = tmp_path / "r"
     config = ExportConfig(dtype={"*": WeightDtype.FP32}, sharding=Sharding(ranks=2, types={"*": "row_wise"}))

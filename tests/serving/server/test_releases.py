@@ -105,7 +105,7 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, round
 
 
 @pytest.mark.promise("A released version that cannot be loaded is reported once, and the serving version continues")
-def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once(tmp_path: Path) -> None:
+def test_an_unloadable_version_leaves_the_present_one_and_is_logged_once(tmp_path: Path) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     export_version(repository, 1)
     broken_version(repository)
@@ -187,7 +187,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
 
 
 @pytest.mark.long
-def test_a_pin_goes_before_a_release_and_both_before_the_configured_version(target: Target) -> None:
+def test_a_pin_overrides_a_release_and_both_the_configured_version(target: Target) -> None:
     assert tbe_serve("configure", str(target.model), "--version", "1").returncode == 0
     release(target.model, 2)
     with running(target.repository, "--follow") as server:
@@ -207,7 +207,7 @@ def test_a_pin_goes_before_a_release_and_both_before_the_configured_version(targ
         ],
     ),
 )
-def test_an_option_that_makes_no_sense_is_named(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_are_named(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = refused_run(str(tmp_path), *options)
     assert done.returncode == 1
     assert message in done.stderr

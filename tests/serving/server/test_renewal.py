@@ -183,9 +183,7 @@ def test_renewed_certificates_are_served_without_a_failed_call(
 @pytest.mark.promise("TLS certificates and authorities are renewed under load without a failed call")
 @pytest.mark.long
 @pytest.mark.parametrize(("by", "wait_s"), [("load", 0.3), ("release", 0.8), ("load", 1.3), ("release", 1.8)])
-def test_what_is_loaded_while_another_takes_its_place_is_served_from_then_on(
-    repository: Path, pems: Pems, by: str, wait_s: float
-) -> None:
+def test_models_loaded_during_a_renewal_are_served(repository: Path, pems: Pems, by: str, wait_s: float) -> None:
     """No answer on a new connection is of an older version than one before, and a version that is named answers."""
     export_model(collection(SUM), repository, "m")
     release(repository / "m", [1])
@@ -217,7 +215,7 @@ def test_what_is_loaded_while_another_takes_its_place_is_served_from_then_on(
 
 
 @pytest.mark.long
-def test_rows_stay_fresh_while_another_takes_its_place(tmp_path: Path, pems: Pems) -> None:
+def test_rows_stay_fresh_during_a_renewal(tmp_path: Path, pems: Pems) -> None:
     """Both have one copy of the tables, to which deltas are applied."""
     bundle = published(tmp_path, 100, 16, WeightDtype.FP32)
     with (
@@ -245,7 +243,7 @@ def test_rows_stay_fresh_while_another_takes_its_place(tmp_path: Path, pems: Pem
 
 @pytest.mark.long
 @pytest.mark.parametrize("killed", ["the present", "the second", "the new"])
-def test_a_process_that_dies_meanwhile_is_started_anew(repository: Path, pems: Pems, killed: str) -> None:
+def test_a_process_that_dies_during_a_renewal_is_restarted(repository: Path, pems: Pems, killed: str) -> None:
     with running(repository, *pems.tls, *AGE) as server:
         (present,) = processes(server)
         with LookupClient(server.grpc, "m", 60, tls=Tls(root_certificates=pems.roots)) as client:
@@ -276,7 +274,7 @@ def answers(client: LookupClient) -> bool:
 
 
 @pytest.mark.long
-def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pems) -> None:
+def test_invalid_certificates_leave_the_present_process(repository: Path, pems: Pems) -> None:
     """Half of a pair, no certificate, an expired one, a repository that is gone: the log says why."""
     with running(repository, *pems.tls, *AGE) as server:
         (present,) = processes(server)
@@ -305,7 +303,7 @@ def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pe
 
 
 @pytest.mark.long
-def test_it_stops_while_another_takes_its_place(repository: Path, pems: Pems) -> None:
+def test_a_server_stops_during_a_renewal(repository: Path, pems: Pems) -> None:
     with running(repository, *pems.tls) as server:
         pems.renew("second")
         wait_until(lambda: len(processes(server)) == 2, "no second process")

@@ -39,7 +39,7 @@ from tests.support.servers import (
 
 
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM]))
-def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, number: signal.Signals) -> None:
+def test_the_command_prints_its_addresses_and_stops_on_a_signal(one_model: Path, number: signal.Signals) -> None:
     with start_tbe_serve(str(one_model), *FREE_PORTS, "--http", "--json") as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
@@ -53,7 +53,7 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, nu
         assert process.stdout.read() == ""
 
 
-def test_a_signal_before_the_models_are_ready_stops_the_server_too(one_model: Path) -> None:
+def test_a_signal_before_the_models_are_ready_stops_the_server(one_model: Path) -> None:
     with start_tbe_serve(str(one_model), *FREE_PORTS) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not (started := children.read_text().split()):
@@ -87,7 +87,7 @@ def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> 
         assert "tritonserver exited with -9" in process.stderr.read()
 
 
-def test_a_server_is_ready_when_its_metrics_are_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_is_ready_when_its_metrics_are_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton opens them last, after a model can be ready: whoever read where they are was refused there."""
     monkeypatch.setattr(startup, "_ready_models", lambda _: (ServedModel("m", (1,)),))
     ended = SimpleNamespace(output=SimpleNamespace(reason=lambda: "no reason"))
@@ -101,7 +101,7 @@ def test_a_server_is_ready_when_its_metrics_are_there_too(monkeypatch: pytest.Mo
 
 @pytest.mark.promise("A tritonserver that a signal ends while it loads its models is restarted once")
 @pytest.mark.parametrize("times", one_in(2, [1, 2]))
-def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_path: Path, times: int) -> None:
+def test_a_tritonserver_killed_while_it_loads_is_restarted_once(tmp_path: Path, times: int) -> None:
     """Triton 2.51 aborts sometimes on a busy machine. If it is killed twice, there is another reason."""
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
     gate = tmp_path / "gate"
@@ -151,7 +151,7 @@ def test_a_folder_that_hides_this_package_is_named(tmp_path: Path, monkeypatch: 
     expect_not_hidden(Path(serving.__file__).parents[1])
 
 
-def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_folders_and_ports_are_checked_before_anything_starts(tmp_path: Path) -> None:
     ports = FREE
     with pytest.raises(ConfigurationError, match="found no folder"), run_server(tmp_path / "none", ports):
         pass
@@ -170,7 +170,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("preload", one_in(2, [None, ""]))
-def test_a_server_and_its_models_have_tcmalloc_where_it_is_there(
+def test_a_server_and_its_models_use_tcmalloc_if_installed(
     one_model: Path, monkeypatch: pytest.MonkeyPatch, preload: str | None
 ) -> None:
     """`requirements/test-tools.sh` installs it. Who sets LD_PRELOAD has the last word."""
@@ -183,7 +183,7 @@ def test_a_server_and_its_models_have_tcmalloc_where_it_is_there(
             assert ("tcmalloc" in Path(f"/proc/{process}/maps").read_text()) == (preload is None)
 
 
-def test_glibc_s_malloc_keeps_memory_where_there_is_no_tcmalloc(tmp_path: Path) -> None:
+def test_glibc_s_malloc_keeps_memory_without_tcmalloc(tmp_path: Path) -> None:
     assert malloc_environment([str(tmp_path)]) == GLIBC
     (tmp_path / "libtcmalloc.so.4").touch()
     assert malloc_environment(["/absent", str(tmp_path)])["LD_PRELOAD"] == str(tmp_path / "libtcmalloc.so.4")

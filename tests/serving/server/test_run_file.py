@@ -27,7 +27,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     )
 
 
-def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
+def test_the_key_is_private_to_its_user_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
     with RunFileWriter(run_file).published():
         (folder,) = tmp_path.iterdir()
         (file,) = folder.iterdir()
@@ -65,7 +65,7 @@ def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: Run
         pass
 
 
-def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
+def test_a_damaged_run_file_is_ignored(tmp_path: Path, run_file: RunFile) -> None:
     with RunFileWriter(run_file).published():
         (file,) = tmp_path.rglob("*.json")
         file.write_bytes(b"{")
@@ -111,9 +111,7 @@ def other_server(*within: str, killed: bool = False) -> "subprocess.Popen[str]":
 @pytest.mark.promise(
     "`tbe-serve load` reaches a server although servers in other network namespaces share its port and temporary folder"
 )
-def test_a_server_of_another_network_namespace_is_another_and_removes_its_own_file_alone(
-    tmp_path: Path, run_file: RunFile
-) -> None:
+def test_a_server_in_another_network_namespace_has_its_own_file(tmp_path: Path, run_file: RunFile) -> None:
     with RunFileWriter(run_file).published():
         with other_server(*apart()) as other:
             assert other.stdout is not None
@@ -124,9 +122,7 @@ def test_a_server_of_another_network_namespace_is_another_and_removes_its_own_fi
         assert find_run_file("127.0.0.1:8001") == run_file
 
 
-def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_by_the_next(
-    tmp_path: Path, run_file: RunFile
-) -> None:
+def test_the_file_of_a_killed_server_is_ignored_and_removed(tmp_path: Path, run_file: RunFile) -> None:
     with other_server(killed=True) as other:
         other.communicate()
     (leftover,) = tmp_path.rglob("*.json")
@@ -137,9 +133,7 @@ def test_the_file_of_a_server_that_was_killed_counts_for_nothing_and_is_removed_
         assert find_run_file("127.0.0.1:8001") == run_file
 
 
-def test_a_file_that_somebody_removed_is_written_again_while_the_server_runs(
-    tmp_path: Path, run_file: RunFile
-) -> None:
+def test_a_removed_run_file_is_written_again(tmp_path: Path, run_file: RunFile) -> None:
     writer = RunFileWriter(run_file)
     with writer.published():
         (file,) = tmp_path.rglob("*.json")
@@ -159,7 +153,7 @@ def test_a_file_that_somebody_removed_is_written_again_while_the_server_runs(
     assert not file.exists()
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
+def test_a_run_file_replaced_during_a_read_is_found_and_kept(
     tmp_path: Path, run_file: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old file is unlocked by then, and is nobody's to remove."""

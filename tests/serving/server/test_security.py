@@ -111,7 +111,7 @@ def test_over_http_only_lookups_are_open(closed: tuple[Server, Path], path: str,
         assert refused.value.code == 403
 
 
-def test_what_lookups_need_is_open(closed: tuple[Server, Path]) -> None:
+def test_the_ports_for_lookups_are_open(closed: tuple[Server, Path]) -> None:
     server, _ = closed
     assert answers(server.grpc) == 1
     for path in ("v2/health/ready", "v2/models/m/config", "v2/models/m/stats", "v2/models/m"):
@@ -119,7 +119,7 @@ def test_what_lookups_need_is_open(closed: tuple[Server, Path]) -> None:
             assert response.status == 200
 
 
-def test_with_the_key_all_is_open(closed: tuple[Server, Path]) -> None:
+def test_the_key_opens_the_restricted_protocols(closed: tuple[Server, Path]) -> None:
     server, _ = closed
     with triton.InferenceServerClient(server.grpc) as client:
         headers = {f"triton-grpc-protocol-{KEY_HEADER}": server.key}
@@ -149,7 +149,7 @@ def test_the_key_is_in_no_command_line_and_no_log(closed: tuple[Server, Path]) -
 # --- tbe-serve run
 
 
-def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
+def test_run_refuses_other_addresses_without_tls(one_model: Path) -> None:
     done = refused_run(str(one_model), "--host", "0.0.0.0")
     assert done.returncode == 1
     assert "--host 0.0.0.0: others could listen in: expected --tls-cert and --tls-key, or --insecure" in done.stderr
@@ -160,7 +160,7 @@ def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
 
 @pytest.mark.promise("The operations port listens on this machine alone unless the operator says where")
 @pytest.mark.parametrize("opened", one_in(2, [False, True]))
-def test_metrics_listen_on_this_machine_alone_unless_they_are_told_where(one_model: Path, opened: bool) -> None:
+def test_metrics_listen_on_loopback_unless_configured(one_model: Path, opened: bool) -> None:
     """127.0.0.2 stands for an address that others reach: who listens on 0.0.0.0 listens there, too."""
     with running(
         one_model, "--host", "0.0.0.0", "--insecure", *(("--operations-host", "0.0.0.0") if opened else ())
@@ -177,7 +177,7 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.promise("With mutual TLS a client without a certificate is refused")
-def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path: Path, pems: Path) -> None:
+def test_a_server_with_mutual_tls_is_looked_up_switched_and_recovered(tmp_path: Path, pems: Path) -> None:
     repository = tmp_path / "r"
     bundle = export_model(collection(SUM), repository, "m")
     tls = ("--tls-cert", str(pems / "server.pem"), "--tls-key", str(pems / "server.key"))
@@ -247,7 +247,7 @@ def publish_signed(repository: Path, key: Path) -> None:
     assert done.exit_code == 0, done.stderr
 
 
-def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_path: Path, keys: Path) -> None:
+def test_only_signed_bundles_are_served_and_no_other_code_is_run(tmp_path: Path, keys: Path) -> None:
     repository, mark = tmp_path / "r", tmp_path / "somebody else's code ran"
     publish_signed(repository, keys / "key.pem")
     with running(repository, "--trusted-keys", str(keys / "trusted.pem")) as server:
@@ -289,7 +289,7 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
 
 
 @pytest.mark.promise("A damaged bundle is refused by name before it serves")
-def test_a_flipped_bit_of_the_weights_is_refused_by_name_and_the_others_serve_on(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_weights_is_refused_and_other_models_serve(tmp_path: Path) -> None:
     repository = tmp_path / "r"
     export_model(collection(SUM), repository, "m")
     bundle = export_model(collection(SUM), repository, "m")

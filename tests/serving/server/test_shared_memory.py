@@ -39,7 +39,7 @@ def test_a_server_s_regions_are_removed_at_its_end(shm: Path) -> None:
 
 
 @pytest.mark.promise("The next server removes the shared memory that a killed server left")
-def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
+def test_the_next_server_removes_shared_memory_of_a_killed_one(shm: Path) -> None:
     leave_regions(shm, "dead")
     living = leave_regions(shm, "living")
     (shm / "triton_python_backend_shm_region_of_somebody").touch()
@@ -50,9 +50,7 @@ def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
     assert names == {path.name for path in living} | {"triton_python_backend_shm_region_of_somebody"}
 
 
-def test_a_server_that_starts_at_the_same_moment_takes_nothing_away(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_memory_of_a_server_that_just_starts_is_kept(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, other_servers = fcntl.flock, ["another"]
 
     def another_starts_first(file: int, operation: int) -> None:
@@ -67,7 +65,7 @@ def test_a_server_that_starts_at_the_same_moment_takes_nothing_away(
         assert [path.name for path in shm.iterdir()] == [f"{prefix}.lock"]
 
 
-def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Path) -> None:
+def test_lock_files_of_other_users_remove_nothing(shm: Path, tmp_path: Path) -> None:
     """Everybody may write to /dev/shm."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -81,7 +79,7 @@ def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Pa
     assert precious.read_text() == "precious"
 
 
-def test_what_another_user_left_is_theirs(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_of_another_user_is_kept(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = leave_regions(shm, "theirs")
     monkeypatch.setattr(os, "getuid", lambda: paths[0].stat().st_uid + 1)
     with region_prefix():
@@ -99,7 +97,7 @@ def test_a_region_that_others_can_open_is_noticed(shm: Path) -> None:
         assert is_open(prefix)
 
 
-def test_no_place_for_shared_memory_is_said(shm: Path) -> None:
+def test_a_missing_shared_memory_folder_is_reported(shm: Path) -> None:
     shm.rmdir()
     with pytest.raises(
         TritonserverFailed, match=r"shm/tbe-serving-.*\.lock: cannot be made: No such file or directory"

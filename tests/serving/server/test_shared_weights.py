@@ -38,7 +38,7 @@ def descendants(process: int) -> list[int]:
     return children + [process for child in children for process in descendants(child)]
 
 
-def test_servers_and_instances_on_one_bundle_share_one_copy_of_its_weights(tmp_path: Path) -> None:
+def test_servers_and_instances_share_one_copy_of_the_weights(tmp_path: Path) -> None:
     """Two servers, the second with two instances of the model, on the same file."""
     rows = 400_000
     bundle = export_model(collection((Spec("t", rows, 64, "SUM", ("x",)),)), tmp_path / "r", "m")

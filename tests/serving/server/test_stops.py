@@ -55,9 +55,7 @@ PATIENT = f"from serving.server import supervise; supervise.LAST_ANSWERS_S = {PA
 
 
 @pytest.mark.parametrize("answers", one_in(2, [False, True]), ids=["idle", "answering"])
-def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answer(
-    repository: Path, answers: bool
-) -> None:
+def test_a_crash_during_shutdown_is_clean_only_if_all_calls_were_answered(repository: Path, answers: bool) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
     patient = running(repository, first=PATIENT)
@@ -81,7 +79,7 @@ def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answ
 
 
 @pytest.mark.promise("A stop is accepted at any time, also during a reload")
-def test_a_stop_is_heard_while_a_model_is_loaded_anew(repository: Path) -> None:
+def test_a_stop_is_heard_while_a_model_reloads(repository: Path) -> None:
     gate = repository.with_name("gate")
     slow_start(repository / "m" / "1", gate)
     with running(repository) as server:
@@ -114,7 +112,7 @@ def is_zombie(process: psutil.Process) -> bool:
 
 
 @pytest.mark.promise("A dead model process leaves no zombie")
-def test_processes_that_died_are_no_zombies_and_models_may_have_children(repository: Path) -> None:
+def test_dead_processes_leave_no_zombies_and_models_may_have_children(repository: Path) -> None:
     replace_model_py(repository / "m" / "1", SHELL)
     with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:
         for _ in range(2):

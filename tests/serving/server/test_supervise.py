@@ -52,9 +52,7 @@ def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
 @pytest.mark.promise(
     "`tbe-serve load` reaches a server although servers in other network namespaces share its port and temporary folder"
 )
-def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
-    repository: Path, one_model: Path
-) -> None:
+def test_a_server_is_switched_beside_one_in_another_network_with_its_port(repository: Path, one_model: Path) -> None:
     """They share the folder for temporary files, as containers may. Each is found where it listens, and no other."""
     export_model(collection(SUM), repository, "m")
     with running(repository) as server:
@@ -72,7 +70,7 @@ def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_n
 
 
 @pytest.mark.promise("A server on 0.0.0.0 listens on IPv4 alone")
-def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
+def test_a_server_on_0_0_0_0_does_not_listen_on_ipv6(one_model: Path) -> None:
     with running(one_model, "--host", "0.0.0.0", "--insecure", "--http") as server:
         assert server.http is not None
         for address in (server.grpc, server.http, server.operations):
@@ -86,7 +84,7 @@ def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
 
 @pytest.mark.promise("A tritonserver that died is restarted on the same ports with the same versions")
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGABRT]))
-def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, number: signal.Signals) -> None:
+def test_a_tritonserver_that_died_is_restarted_with_its_options(repository: Path, number: signal.Signals) -> None:
     """With the version that it was told to serve, not what config.pbtxt says or what was published since."""
     export_model(collection(SUM), repository, "m")
     with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:
@@ -113,7 +111,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
 
 @pytest.mark.long
 @pytest.mark.promise("A tritonserver that died is restarted on the same ports with the same versions")
-def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
+def test_a_tritonserver_that_served_is_restarted_at_once_each_time(repository: Path) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
         assert server.process.stderr is not None
         said = []
@@ -132,7 +130,7 @@ def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository
 
 
 @pytest.mark.promise("A tritonserver that cannot start again ends the server with the reason")
-def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
+def test_a_tritonserver_that_cannot_restart_ends_with_its_reason(repository: Path) -> None:
     with running(repository, first=hurried("supervise")) as server:
         shutil.rmtree(repository)
         server.triton.kill()
@@ -165,7 +163,7 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, with_look
 
 
 @pytest.mark.promise("A killed server leaves no process behind, even if `tbe-serve run` is killed with it")
-def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
+def test_model_processes_end_after_all_their_parents_are_killed(repository: Path) -> None:
     with running(repository) as server:
         triton = server.triton
         processes = stubs(triton, "m")
@@ -193,7 +191,7 @@ Engine.answer = answer_or_hang
 
 
 @pytest.mark.promise("A model in an endless loop is replaced, with or without requests")
-def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
+def test_a_model_in_an_endless_loop_is_replaced_without_requests(repository: Path) -> None:
     loop = repository.with_name("loop")
     replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
     with (
@@ -214,7 +212,7 @@ def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repo
 
 
 @pytest.mark.promise("A model that cannot be reloaded because its folder was deleted ends the server with the reason")
-def test_a_model_whose_folder_is_gone_too_ends_the_server_with_the_reason(repository: Path) -> None:
+def test_a_model_whose_folder_disappeared_ends_the_server_with_the_reason(repository: Path) -> None:
     with running(repository) as server:
         shutil.rmtree(repository / "m")
         for stub in stubs(server.triton, "m"):
@@ -225,7 +223,7 @@ def test_a_model_whose_folder_is_gone_too_ends_the_server_with_the_reason(reposi
     assert "failed to poll from model repository" in said.splitlines()[-1]
 
 
-def test_an_option_that_triton_does_not_know_is_named_in_one_line(one_model: Path) -> None:
+def test_an_option_unknown_to_triton_is_named_in_one_line(one_model: Path) -> None:
     done = tbe_serve("run", str(one_model), *FREE_PORTS, "--", "--no-such-option")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) < 10

@@ -78,7 +78,7 @@ print(len(copies()))
     assert run(tmp_path, bundle, program).split("\n") == ["1 True", "1", "0"]
 
 
-def test_the_copy_of_killed_processes_is_made_anew(tmp_path: Path, bundle: Path) -> None:
+def test_the_copy_of_killed_processes_is_replaced(tmp_path: Path, bundle: Path) -> None:
     program = """
 first = other(); first.kill(); first.wait()
 with (folder / copies()[0]).open("rb+") as left:
@@ -91,7 +91,7 @@ print(len(copies()))
     assert run(tmp_path, bundle, program).split("\n") == ["True 1", "0"]
 
 
-def test_what_nobody_holds_is_removed_when_another_is_copied(tmp_path: Path, bundle: Path) -> None:
+def test_an_unused_copy_is_removed_when_another_is_made(tmp_path: Path, bundle: Path) -> None:
     program = """
 import hashlib
 first = other(); first.kill(); first.wait()
@@ -118,7 +118,7 @@ print(resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 1 << 20)
     assert run(tmp_path, bundle, program) == "True True\nTrue"
 
 
-def test_a_copy_that_was_half_made_is_made_anew(tmp_path: Path, bundle: Path) -> None:
+def test_an_unfinished_copy_is_replaced(tmp_path: Path, bundle: Path) -> None:
     program = """
 partial = folder / f"tbe-weights-{digest.sha256}.partial"
 partial.write_bytes(b"half")
@@ -129,7 +129,7 @@ print(mine.take(file, digest).read_bytes()[:digest.size_bytes] == file.read_byte
 
 
 @pytest.mark.parametrize("how", ["copy.write_bytes(b'hi')", "copy.mkdir()", "os.mkfifo(copy)"])
-def test_what_cannot_be_a_copy_is_not_taken(how: str, tmp_path: Path, bundle: Path) -> None:
+def test_invalid_copies_are_not_used(how: str, tmp_path: Path, bundle: Path) -> None:
     program = f"""
 copy = folder / f"tbe-weights-{{digest.sha256}}"
 {how}
@@ -144,7 +144,7 @@ except ServingError as error:
     assert run(tmp_path, bundle, program) == "True"
 
 
-def test_what_memory_has_no_room_for_is_not_copied(tmp_path: Path, bundle: Path) -> None:
+def test_weights_without_room_in_memory_are_not_copied(tmp_path: Path, bundle: Path) -> None:
     program = """
 try:
     SharedCopies(lacks="there is no room").take(file, digest)
@@ -196,7 +196,7 @@ print(len(copies()))
         pytest.param("4m", "sha256=digest.sha256", "takes 3 pages of 2 MiB: ", id="no room"),
     ],
 )
-def test_what_cannot_be_copied_is_refused_and_leaves_nothing(
+def test_a_failed_copy_is_reported_and_leaves_nothing(
     size: str, change: str, expected: str, tmp_path: Path, bundle: Path
 ) -> None:
     program = f"""

@@ -53,7 +53,7 @@ def bytes_taken(bundle: Path) -> int:
     return sum(weights_of_others(bundle, [bundle / WEIGHTS]).values())
 
 
-def test_bundles_in_use_take_their_weights_once(repository: Path) -> None:
+def test_a_bundle_in_use_is_counted_once(repository: Path) -> None:
     first, second, other = repository / "m" / "1", repository / "m" / "2", repository / "other" / "1"
     size = (first / WEIGHTS).stat().st_size
     assert bytes_taken(other) == 0
@@ -68,7 +68,7 @@ def test_bundles_in_use_take_their_weights_once(repository: Path) -> None:
     assert bytes_taken(first) == bytes_taken(other) == 0
 
 
-def test_other_processes_count(repository: Path) -> None:
+def test_bundles_held_by_other_processes_are_counted(repository: Path) -> None:
     program = "import sys; from pathlib import Path; from serving.bundle.load import hold\n"
     program += "hold(Path(sys.argv[1])); print(1, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(repository / "other" / "1")]
@@ -80,7 +80,9 @@ def test_other_processes_count(repository: Path) -> None:
     assert bytes_taken(repository / "m" / "1") == 0
 
 
-def test_somebody_who_only_looks_does_not_count(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_holds_a_bundle_briefly_does_not_count(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     descriptors = [hold(repository / "other" / "1")]
     monkeypatch.setattr("time.sleep", lambda _: os.close(descriptors.pop()))  # gone after the first look
     assert bytes_taken(repository / "m" / "1") == 0

@@ -15,7 +15,7 @@ from tests.support.huge_pages import expect_huge, huge_of, write_in_small_pieces
 
 @pytest.mark.parametrize("size", [1, mmap.PAGESIZE, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 1, 7 * HUGE_PAGE + 12_345])
 @pytest.mark.parametrize("huge", [True, False])
-def test_the_chunks_of_a_file_are_its_bytes(
+def test_chunks_of_a_file_join_to_its_bytes(
     size: int, huge: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_CHUNK_BYTES", 2 * HUGE_PAGE)
@@ -27,7 +27,7 @@ def test_the_chunks_of_a_file_are_its_bytes(
     assert file.huge_bytes() == huge_of(path)
 
 
-def test_small_pages_that_nobody_uses_become_huge_where_the_kernel_can(tmp_path: Path) -> None:
+def test_unused_small_pages_become_huge_where_the_kernel_can(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(5 * HUGE_PAGE + 1)
     write_in_small_pieces(path := tmp_path / "weights.0.bin", content)
     file = MappedFile(path, len(content), huge=True)
@@ -37,7 +37,7 @@ def test_small_pages_that_nobody_uses_become_huge_where_the_kernel_can(tmp_path:
     assert any(word in file.why_small() for word in ("transparent huge pages are off", "Linux"))
 
 
-def test_small_pages_that_are_used_stay_and_are_right(tmp_path: Path) -> None:
+def test_small_pages_in_use_are_read_correctly(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(5 * HUGE_PAGE)
     write_in_small_pieces(path := tmp_path / "weights.0.bin", content)
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as used:
@@ -46,7 +46,7 @@ def test_small_pages_that_are_used_stay_and_are_right(tmp_path: Path) -> None:
         assert b"".join(chunk.tobytes() for chunk in file.chunks()) == before == bytes(used) == content
 
 
-def test_who_holds_a_file_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_stays_locked_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_TURN_S", 0.05)
     write_in_small_pieces(path := tmp_path / "weights.0.bin", bytes(100))
     with path.open("rb") as other:
@@ -54,7 +54,7 @@ def test_who_holds_a_file_for_ever_is_not_waited_for(tmp_path: Path, monkeypatch
         assert sum(chunk.size for chunk in MappedFile(path, 100, huge=True).chunks()) == 100
 
 
-def test_a_file_that_became_shorter_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
     write_in_small_pieces(path := tmp_path / "weights.0.bin", bytes(3 * HUGE_PAGE))
     file = MappedFile(path, 3 * HUGE_PAGE, huge=True)
     os.truncate(path, mmap.PAGESIZE)

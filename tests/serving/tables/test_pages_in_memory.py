@@ -15,7 +15,7 @@ def size_of(path: Path) -> int:
     return pages.size
 
 
-def test_small_and_huge_pages_of_a_file_are_told_apart(tmp_path: Path) -> None:
+def test_small_and_huge_pages_of_a_file_are_distinguished(tmp_path: Path) -> None:
     write_in_small_pieces(path := tmp_path / "weights.0.bin", bytes(3 * HUGE_PAGE + 100))
     whole = 3 * HUGE_PAGE + mmap.PAGESIZE
     assert cached(path) == Cached(whole, 0)
@@ -29,7 +29,7 @@ def test_small_and_huge_pages_of_a_file_are_told_apart(tmp_path: Path) -> None:
             expect_huge(huge_of(path), 3 * HUGE_PAGE, tmp_path)
 
 
-def test_what_is_cached_of_a_file_is_counted(tmp_path: Path) -> None:
+def test_cached_pages_of_a_file_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "weights.0.bin"
     size = (1 << 30) + (64 << 20)  # more than is looked at at once; a hole, of which nothing is in memory
     with path.open("wb+") as file:
@@ -53,7 +53,7 @@ def lock(pages: mmap.mmap) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def test_a_file_of_somebody_else_is_not_guessed_at() -> None:
+def test_pages_of_another_users_file_are_unknown() -> None:
     path = Path("/etc/passwd")  # everybody may read it, root alone may write to it
     user = os.geteuid()
     assert (cached(path) is None) == (user != 0)

@@ -45,9 +45,7 @@ def batch_of(engine: Engine, features: dict[str, list[list[int]]]) -> Batch:
 
 @pytest.mark.parametrize("how", one_in(2, SHARDED))
 @pytest.mark.parametrize("dtype", [WeightDtype.FP32, WeightDtype.INT4])
-def test_every_page_that_a_row_lies_in_is_asked_for_and_no_other(
-    how: str, dtype: WeightDtype, tmp_path: Path
-) -> None:
+def test_exactly_the_pages_of_the_rows_are_requested(how: str, dtype: WeightDtype, tmp_path: Path) -> None:
     config = ExportConfig(dtype={"*": dtype}, sharding=SHARDED[how])
     bundle = open_bundle(export_model(collection(SPECS), tmp_path / "r", "m", config))
     expected = set()
@@ -70,7 +68,7 @@ def test_every_page_that_a_row_lies_in_is_asked_for_and_no_other(
         assert ReadAhead(bundle.manifest, {}).pages_of(batch) == {}
 
 
-def test_a_bundle_larger_than_memory_is_asked_for_ahead_and_answers_alike(
+def test_a_bundle_larger_than_memory_is_read_ahead_with_equal_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = export_model(collection((Spec("t", 200_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")

@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_named(bundle: Bundle) -> None:
         opened.verify()
 
 
-def test_weights_are_brought_into_memory_behind(bundle: Bundle, tmp_path: Path) -> None:
+def test_weights_are_loaded_in_the_background(bundle: Bundle, tmp_path: Path) -> None:
     done, reported = threading.Event(), []
 
     def populated(used: PagesUsed) -> None:
@@ -101,7 +101,7 @@ def test_an_engine_that_is_closed_has_no_thread_left(bundle: Bundle) -> None:
     assert not own_threads(before)
 
 
-def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_memory_are_read_row_by_row(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.open(bundle.path) as engine:
         expected = engine.lookup({"x": [[0, 5], [ROWS - 1]]})["x"]
     monkeypatch.setattr(memory_budget, "memory_limit", lambda: ROWS * 68)  # beside them nothing would have room
@@ -141,7 +141,7 @@ def test_a_limit_that_changes_is_noticed(bundle: Bundle, monkeypatch: pytest.Mon
     opened.close()
 
 
-def test_what_nobody_holds_any_more_is_not_kept_by_its_thread(bundle: Bundle) -> None:
+def test_a_thread_keeps_no_weights_that_are_otherwise_unused(bundle: Bundle) -> None:
     before = threading.enumerate()
     done = threading.Event()
     opened = of(bundle)
@@ -169,7 +169,7 @@ def flags_of(opened: TableFiles) -> set[str]:
     return {*of_file.partition("VmFlags: ")[2].partition("\n")[0].split()}
 
 
-def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_fit_only_beside_the_memory_of_all_processes(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_budget, "memory_limit", lambda: 1 << 30)
     with Engine(bundle, processes=3) as three, Engine(bundle, processes=4) as four:
         assert three.table_files.fits
@@ -177,7 +177,7 @@ def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pyte
         np.testing.assert_array_equal(four.rows("t", [0, ROWS - 1]), three.rows("t", [0, ROWS - 1]))
 
 
-def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
+def test_weights_without_room_are_loaded_when_another_version_is_freed(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(memory_budget, "memory_limit", lambda: memory_budget.PROCESS_BYTES + ROWS * 68 * 3 // 2)
@@ -228,7 +228,7 @@ except ConfigurationError as error:
 """
 
 
-def test_locked_weights_are_locked_or_refused_with_what_to_do(bundle: Bundle) -> None:
+def test_locked_weights_are_locked_or_refused_with_advice(bundle: Bundle) -> None:
     for limit, expected in ((7 << 20, ""), (1 << 20, "cannot be locked: ")):
         # In a user namespace, so that nobody has root's right to lock as much as there is.
         command = ["unshare", "--user", sys.executable, "-c", LOCKED, str(bundle.path), str(limit)]
@@ -240,7 +240,7 @@ def test_locked_weights_are_locked_or_refused_with_what_to_do(bundle: Bundle) ->
             assert ROWS * 68 <= int(said) << 10 <= ROWS * 68 + 4096
 
 
-def test_locked_weights_in_small_pages_are_compared_as_others_are(bundle: Bundle) -> None:
+def test_locked_weights_in_small_pages_are_verified(bundle: Bundle) -> None:
     path = bundle.path / "weights.0.bin"
     content = path.read_bytes()
     path.unlink()
@@ -257,7 +257,7 @@ def test_locked_weights_in_small_pages_are_compared_as_others_are(bundle: Bundle
         locked.close()
 
 
-def test_the_setting_has_the_names_of_the_ways() -> None:
+def test_the_weights_memory_setting_accepts_each_name() -> None:
     for way in WeightsMemory:
         assert ServingSettings(weights_memory=way.value).weights_memory == way.value
     with pytest.raises(ConfigurationError, match="expected mapped, locked, huge or live, got 'swapped'"):

@@ -21,7 +21,7 @@ from serving.server.run_file import RunFile, RunFileWriter
 from tests.support.commands import TRAINED
 
 
-def test_what_torch_advises_is_not_passed_on(tmp_path: Path) -> None:
+def test_torch_s_advice_is_left_out_of_an_error(tmp_path: Path) -> None:
     """Its advice is to run the code in the file."""
     torch.save({"at": Path("x"), "config": ExportConfig()}, tmp_path / "w.pt")
     arguments = ["plan", *TRAINED, "--max-error", "1", "--checkpoint", str(tmp_path / "w.pt")]
@@ -85,7 +85,7 @@ _PRINTS = (
 
 
 @pytest.mark.parametrize("columns", [None, "80"])
-def test_nothing_is_cut_in_a_pipe(columns: str | None) -> None:
+def test_output_to_a_pipe_is_not_truncated(columns: str | None) -> None:
     """Programs read it."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
@@ -100,7 +100,7 @@ def test_nothing_is_cut_in_a_pipe(columns: str | None) -> None:
     assert done.stdout.splitlines()[-1].split() == ["word"] * 60
 
 
-def test_a_terminal_has_its_own_width() -> None:
+def test_output_to_a_terminal_fits_its_width() -> None:
     ours, terminal = pty.openpty()
     try:
         environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}

@@ -138,12 +138,12 @@ def valid_value(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     signal.signal(signal.SIGTERM, before[2])
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_has_a_base_case() -> None:
     assert set(BASES) == {name for _, name, _ in programs()}
 
 
 @pytest.mark.parametrize(("app", "command", "param"), one_in(9, everything()))
-def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
+def test_an_option_is_accepted_or_refused_by_name_in_one_line(
     app: typer.Typer, command: str, param: Any, valid_value: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wrong = []

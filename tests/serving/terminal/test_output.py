@@ -39,7 +39,7 @@ def stream(encoding: str) -> tuple[io.BytesIO, Any]:
         ("utf-8", NAMES.encode() + b" \xff " + "…".encode()),
     ],
 )
-def test_all_that_is_written_is_taken(encoding: str, written: bytes) -> None:
+def test_names_are_written_in_any_encoding(encoding: str, written: bytes) -> None:
     """\\udcff is a byte of a path that is not UTF-8. It is written as it is, as `ls` does."""
     raw, text = stream(encoding)
     output = Output(text, TAKE_ALL)
@@ -66,7 +66,7 @@ def test_json_stays_json(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert json.loads(f'"{escaped(NAMES)}"') == NAMES
 
 
-def test_a_closed_stream_takes_all_too() -> None:
+def test_a_closed_stream_accepts_output() -> None:
     output = Output(None)
     assert output.write(NAMES) == len(NAMES)
     output.flush()
@@ -100,7 +100,7 @@ def run(command: Sequence[str], *, into: str = "", **more: Any) -> "subprocess.C
     return subprocess.run(shell, env=environment, capture_output=True, check=False, timeout=300, **more)
 
 
-def test_answers_are_printed_in_ascii_and_for_nobody() -> None:
+def test_answers_are_printed_in_ascii_or_to_a_closed_stream() -> None:
     lines = b'{"x": [[1]]}\n' * 5000
     fake = FakeServer()
     with serving(fake) as address:

@@ -63,7 +63,7 @@ def looking_up(address: str) -> Iterator[list[ServingError]]:
 
 
 @pytest.mark.promise("Lookups wait within their deadline while their model is reloaded")
-def test_lookups_wait_for_a_model_that_is_loaded_anew(one_model: Path, tmp_path: Path) -> None:
+def test_lookups_wait_for_a_reloading_model(one_model: Path, tmp_path: Path) -> None:
     with (
         run_server(one_model, FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", 60, retries=ONCE) as impatient,
@@ -82,7 +82,7 @@ def test_lookups_wait_for_a_model_that_is_loaded_anew(one_model: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) -> None:
+def test_a_version_that_keeps_serving_is_not_reported_as_unavailable(tmp_path: Path) -> None:
     """Triton loads it anew beside another, and names the first that it could not load."""
     for _ in range(2):
         export_model(collection(SUM), tmp_path / "r", "m", ExportConfig())
@@ -100,7 +100,7 @@ def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) 
 
 
 @pytest.mark.promise("Texts of other servers are escaped and truncated before they are shown or logged")
-def test_control_characters_of_a_server_are_escaped_and_its_texts_are_cut() -> None:
+def test_server_messages_are_escaped_and_truncated() -> None:
     said = str(error_of("UNAVAILABLE", "\x1b[2J\r\n" + 10**6 * "x"))
     assert said.startswith("\\x1b[2J\\r\\nxxx")
     assert said.isprintable()
@@ -159,12 +159,12 @@ def test_a_refused_connection_says_how_to_start_a_server(start: str) -> None:
     assert str(error).endswith("no server listens there: check the address, or start one with `tbe-serve run`")
 
 
-def test_a_refused_connection_to_a_routers_host_says_nothing_about_the_callers_server() -> None:
+def test_a_refused_host_connection_says_nothing_about_the_callers_server() -> None:
     message = f"tables 'item': host 1 (movies-host-1 version 7 at 10.0.0.7:8001): {NO_LISTENER}"
     assert str(error_of("UNAVAILABLE", message)) == message
 
 
-def test_a_model_or_version_that_is_not_there_is_not_found(one_model: Path, tmp_path: Path) -> None:
+def test_a_missing_model_or_version_is_not_found(one_model: Path, tmp_path: Path) -> None:
     with run_server(one_model, FREE, log=tmp_path / "log") as server, grpc.insecure_channel(server.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for request in (pb.ModelConfigRequest(name="nobody"), pb.ModelConfigRequest(name="m", version="7")):
@@ -176,7 +176,7 @@ def test_a_model_or_version_that_is_not_there_is_not_found(one_model: Path, tmp_
 
 
 @pytest.mark.promise("A full /dev/shm fails only requests that may be retried")
-def test_lookups_that_a_huge_one_left_no_room_for_may_be_tried_again(one_model: Path, tmp_path: Path) -> None:
+def test_lookups_without_memory_beside_a_huge_one_may_be_retried(one_model: Path, tmp_path: Path) -> None:
     ids = np.zeros(4_000_000, np.int64)  # 32 MB of ids
     huge = {"x": (ids, np.array([ids.size]))}
     with (

@@ -49,9 +49,7 @@ with contextlib.ExitStack() as stack:
 """
 
 
-def test_what_a_server_that_was_killed_left_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_server_removes_leftovers_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     killed = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, check=False)

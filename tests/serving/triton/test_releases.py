@@ -16,7 +16,7 @@ from serving.triton.installation import TRITON_RELEASES, oldest_secure, triton_r
         pytest.param("2.40.0", "24.10", id="older than all"),
     ],
 )
-def test_a_server_is_taken_for_the_newest_release_that_it_is_not_older_than(version: str, container: str) -> None:
+def test_an_unknown_release_is_treated_as_the_newest_known_one_before_it(version: str, container: str) -> None:
     assert triton_release(version).container == container
 
 
