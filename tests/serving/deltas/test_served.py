@@ -23,6 +23,8 @@ from tests.support.mutable_tables import PATIENCE_S, changed_rows, publish_numbe
 from tests.support.servers import Running, metric, page, running, stubs, tbe_serve, wait_for_answer
 
 DIM = 16
+# A copy that no model has used for so long is removed, in seconds (serving/tables/delta_writer.py).
+UNUSED_S = 10.0
 
 
 def wait_for_number(client: LookupClient, number: float, row: int = 3) -> None:
@@ -80,18 +82,19 @@ def test_a_restarted_model_process_finds_the_copy_with_all_deltas(tmp_path: Path
         publish_number(bundle, 7, [3, 4], DIM)
         wait_for_number(client, 7)
         (copy,) = copies_of(server)
-        inode = copy.stat().st_ino
-        for stub in stubs(server.triton, "m"):
-            stub.kill()
-        wait_for_answer(client)
-        wait_for_number(client, 7)
-        server.triton.kill()
-        wait_for_answer(client)
-        wait_for_number(client, 7)
+        inode, unused_s = copy.stat().st_ino, []
+        for processes in (stubs(server.triton, "m"), [server.triton]):
+            killed_at = time.monotonic()
+            for process in processes:
+                process.kill()
+            wait_for_answer(client)
+            wait_for_number(client, 7)
+            unused_s.append(time.monotonic() - killed_at)
         publish_number(bundle, 8, [3], DIM)
         wait_for_number(client, 8)
         assert client.lookup({"x": [[4]]})["x"][0, 0] == 7
-        assert copy.stat().st_ino == inode
+        # On a machine that takes longer to start a process, the copy has been removed, and is made again.
+        assert copy.stat().st_ino == inode or max(unused_s) > UNUSED_S
 
 
 def copies_of(server: Running) -> list[Path]:
