@@ -91,7 +91,7 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
 
 @pytest.mark.parametrize("specs", BOTH)
 def test_training_fills_the_id_maps_of_the_oracle(specs: Several[Spec]) -> None:
-    """The oracle says something: training has filled maps, and known ids read rows of their own."""
+    """The oracle says something: training has filled the maps."""
     module: Any = managed(specs)
     for part in module._managed_collision_collection._managed_collision_modules.values():
         state = part.state_dict()

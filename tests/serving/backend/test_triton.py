@@ -98,9 +98,12 @@ def test_requests_without_samples_or_ids_are_answered(client: LookupClient) -> N
     assert client.lookup({"genres": [[3]]})["genres"].shape == (1, 8)
 
 
-def test_fp16_output_is_answered_in_fp16(server: Server) -> None:
+def test_fp16_output_is_answered_in_fp16(server: Server, mixed: Path) -> None:
     with LookupClient(server.grpc, "half", timeout_s=30) as client:
-        assert client.lookup({"genres": [[3, 5]]})["genres"].dtype == np.float16
+        answer = client.lookup({"genres": [[3, 5]]})["genres"]
+    assert answer.dtype == np.float16
+    rows = expected(mixed.parents[1] / "half" / "1", {"genres": [[3, 5]]})["genres"]
+    np.testing.assert_allclose(answer, rows, rtol=1e-3, atol=1e-4)
 
 
 def test_a_request_of_20_000_samples_is_answered(client: LookupClient, mixed: Path) -> None:
