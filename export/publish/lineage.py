@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from safetensors.numpy import save
 
 from export.errors import PublishError
 from serving.bundle.delta import FORMAT, IDS_SUFFIX, NO_SHA256, ROWS_SUFFIX, ChangedRows, Delta, sha256_text
@@ -199,6 +198,8 @@ class LineageFolder(NamedTuple):
 
 def _content(stored: Mapping[str, ChangedRows], metadata: Mapping[str, str]) -> bytes:
     """The file of a delta, see `serving.bundle.delta`. `metadata` lacks `sha256`, which is computed here."""
+    from safetensors.numpy import save  # only publishing needs it; a client-only install prunes, too
+
     tensors: dict[str, npt.NDArray[np.generic]] = {table + IDS_SUFFIX: rows.ids for table, rows in stored.items()}
     tensors |= {table + ROWS_SUFFIX: rows.rows for table, rows in stored.items()}
     content = save(tensors, {**metadata, "sha256": NO_SHA256})
