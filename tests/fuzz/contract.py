@@ -82,7 +82,7 @@ class Scores:
         """Whether the bags have as many ids as scores need."""
         if any((bags.lengths[name] != length).any() for name, length in self.fixed.items()):
             return False
-        lengths = [np.broadcast_to(bags.lengths[name], bags.samples) for name in self.together]
+        lengths = np.broadcast_arrays(*(bags.lengths[name] for name in self.together)) if self.together else ()
         return all((one == other).all() for one, other in pairwise(lengths))
 
     def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], shared: Sequence[str], bags: Bags) -> bool:
