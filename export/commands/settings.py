@@ -79,14 +79,14 @@ def _expect_known(where: str, table: Mapping[str, Any], kind: type) -> None:
     for key, value in table.items():
         if key not in types:
             raise ConfigurationError(f"{where}: unknown key {key!r}: expected one of {', '.join(types)}")
-        structs = [part for part in get_args(types[key]) if hasattr(part, "__struct_fields__")]
-        if structs and isinstance(value, dict):
-            tables = {key: value}
-            if get_origin(types[key]) is dict:
-                tables = {f"{key}.{name}": keys for name, keys in value.items()}
-            for name, keys in tables.items():
-                if isinstance(keys, dict):
-                    _expect_known(f"{where}: [{name}]", keys, structs[0])
+        structs = [argument for argument in get_args(types[key]) if hasattr(argument, "__struct_fields__")]
+        if not structs or not isinstance(value, dict):
+            continue
+        is_by_name = get_origin(types[key]) is dict
+        tables = {f"{key}.{name}": part for name, part in value.items()} if is_by_name else {key: value}
+        for name, part in tables.items():
+            if isinstance(part, dict):
+                _expect_known(f"{where}: [{name}]", part, structs[0])
 
 
 # Values as typed or written, by an option's name. None: not set. "serving" is the TOML table [serving].

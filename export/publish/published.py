@@ -13,12 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from export.errors import PublishError
 from export.publish.lineage import LineageFolder, locate_deltas
 from serving.bundle.delta import open_delta
-from serving.bundle.lineage import (
-    MOST_DELTAS,
-    Step,
-    next_step,
-    reached,
-)
+from serving.bundle.lineage import MOST_DELTAS, Step, next_step, reached
 from serving.bundle.load import (
     Bundle,
     check_published,

@@ -2,6 +2,8 @@
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
@@ -58,22 +60,21 @@ def thieves(model: Model, random: Random) -> list[bytes]:
     return messages
 
 
+def inputs_of(message: bytes) -> list[Any]:
+    """The inputs of a message, or none if it is no ModelInferRequest."""
+    with suppress(Exception):
+        return list(pb.ModelInferRequest.FromString(message).inputs)
+    return []
+
+
 def is_known_to_hang(message: bytes) -> bool:
     """Triton never answers a request whose first dimension is 0 on every input."""
-    try:
-        request = pb.ModelInferRequest.FromString(message)
-    except Exception:
-        return False
-    return any(tensor.shape and tensor.shape[0] == 0 for tensor in request.inputs)
+    return any(tensor.shape and tensor.shape[0] == 0 for tensor in inputs_of(message))
 
 
 def is_known_to_kill(message: bytes) -> bool:
     """Triton 2.51 multiplies a shape's sizes without a look at overflow: what wraps around passes its check."""
-    try:
-        request = pb.ModelInferRequest.FromString(message)
-    except Exception:
-        return False
-    for tensor in request.inputs:
+    for tensor in inputs_of(message):
         size = 8
         for dim in tensor.shape:
             size *= dim

@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tests.fuzz.answers import Answer
 from tests.fuzz.contract import Model, judge
 from tests.fuzz.good import good
-from tests.fuzz.messages import bad, is_known_to_hang, is_known_to_kill, thieves
+from tests.fuzz.messages import bad, inputs_of, is_known_to_hang, is_known_to_kill, thieves
 
 DEADLINE_S = 60
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -169,11 +169,14 @@ def _differs(response: Any, expected: Answer) -> str | None:
 
 
 def as_triton_reads(message: bytes) -> bytes:
-    """A message with the batch sizes that Triton 2.51 reads: the lower 32 bits, where 0 is the size of the others."""
-    try:
-        request = pb.ModelInferRequest.FromString(message)
-    except Exception:
+    """The message that Triton 2.51 passes to the model.
+
+    Triton reads the lower 32 bits of each first dimension. If they are 0, it takes the first dimension of the other
+    inputs, which is 1 in a right request.
+    """
+    if not inputs_of(message):
         return message
+    request = pb.ModelInferRequest.FromString(message)
     for tensor in request.inputs:
         if tensor.shape and tensor.shape[0] >= 2**32:
             tensor.shape[0] = tensor.shape[0] % 2**32 or 1
@@ -182,9 +185,7 @@ def as_triton_reads(message: bytes) -> bytes:
 
 def _is_lenient(message: bytes) -> bool:
     """Triton takes numbers in typed fields too, which the contract does not promise."""
-    with suppress(Exception):
-        return any(tensor.HasField("contents") for tensor in pb.ModelInferRequest.FromString(message).inputs)
-    return False
+    return any(tensor.HasField("contents") for tensor in inputs_of(message))
 
 
 def _processes(server: psutil.Process) -> dict[int, str]:
