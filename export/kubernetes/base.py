@@ -1,5 +1,7 @@
 """The files of a kustomize base: one for the model that clients call, one for each host, and shared ones."""
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +29,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Write text of several lines as a block, line by line."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Write text of several lines as a block, and quote text that only some YAML readers take for text, such as 1e3."""
+    style = "|" if "\n" in text else "'" if _AMBIGUOUS.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _as_block)
+_AMBIGUOUS = re.compile(r"[-+.]?[0-9][0-9a-zA-Z_.+-]*|[yYnN]")
+_Dumper.add_representer(str, _represent_text)
 
 
 def base_files(fleet: Fleet, options: ManifestOptions) -> dict[str, str]:
@@ -49,7 +53,7 @@ def base_files(fleet: Fleet, options: ManifestOptions) -> dict[str, str]:
     }
     texts = {path: _text(fleet, documents) for path, documents in files.items()}
     head, body = texts[KUSTOMIZATION].split("\n", 1)
-    made_with = f"{_MADE_WITH}{msgspec.json.encode(_chosen(fleet, options)).decode()}"
+    made_with = f"{_MADE_WITH}{json.dumps(_chosen(fleet, options))}"  # in ASCII: YAML ends a comment at U+2028
     return texts | {KUSTOMIZATION: "\n".join([head, made_with, body])}
 
 

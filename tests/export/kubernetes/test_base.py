@@ -1,12 +1,13 @@
 """The files of a base: what replaces an earlier one, and what is said about it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from export.errors import PublishError
-from export.kubernetes.base import base_files, write_base
+from export.kubernetes.base import KUSTOMIZATION, base_files, write_base
 from export.kubernetes.fleet import read_fleet
 from tests.export.kubernetes.conftest import OPTIONS, options_for
 from tests.support.commands import tbe_export
@@ -56,3 +57,19 @@ def test_changed_options_of_a_later_run_are_reported(configured: Path, tmp_path:
     assert yaml.safe_load(text)["kind"] == "Kustomization"
     (out / "kustomization.yaml").write_text(text.replace('{"--routers"', "{--routers"))
     assert said() == []
+
+
+@pytest.mark.parametrize("store", ["s3://b/a\u2028namespace: kube-system #", "s3://a\x85b/m", "s3://b/a\u2029b"])
+def test_a_comment_ends_at_no_character_of_an_option(published: Path, store: str) -> None:
+    """YAML ends lines at more characters than \\n."""
+    options = replace(OPTIONS, claim=None, store=store)
+    fleet = read_fleet(published / "m" / "1", options)
+    kustomization = yaml.safe_load(base_files(fleet, options)[KUSTOMIZATION])
+    assert sorted(kustomization) == ["apiVersion", "kind", "resources"]
+
+
+@pytest.mark.parametrize("claim", ["1e3", "0o17", "y"])
+def test_names_that_yaml_1_2_reads_as_numbers_are_quoted(published: Path, claim: str) -> None:
+    options = replace(OPTIONS, claim=claim)
+    text = base_files(read_fleet(published / "m" / "1", options), options)["lookup.yaml"]
+    assert f"claimName: '{claim}'\n" in text
