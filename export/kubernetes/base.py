@@ -30,7 +30,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Write text of several lines as a block, and quote text that only some YAML readers take for text, such as 1e3."""
+    """Write text of several lines as a block, and quote text that some readers of YAML take for a number."""
     style = "|" if "\n" in text else "'" if _AMBIGUOUS.fullmatch(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
